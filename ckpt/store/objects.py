@@ -1,0 +1,239 @@
+"""Small control objects (log records, receipts, manifests) behind six verbs.
+
+`open_store(url)` gives a `PosixStore` for a path or `file://`, an `S3Store` for `s3://`, and a store that can
+be read but not appended to for every other scheme that fsspec knows. Array data does not pass through here:
+`kvstore_spec` gives the same root to TensorStore.
+"""
+
+import functools
+import os
+import re
+import secrets
+import urllib.parse
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ckpt.errors import StoreError
+
+if TYPE_CHECKING:
+    from ckpt.store.remote import S3Settings
+
+Options = Mapping[str, Any] | None
+
+
+class NotFound(StoreError):
+    """There is no object of that name. Final: the store was reached and said so."""
+
+
+class ObjectStore(Protocol):
+    """Whole objects under one root, named by keys such as `log/12.json`.
+
+    Keys are relative, `/`-separated, any unicode; no empty, dot-led or `..` component, no NUL (`StoreError`).
+    Every verb may be called from any thread, several at once, but not in a forked child of the process that
+    opened the store (open it again there, or spawn). A `StoreError` is final for the call: what can safely be
+    tried again has been. Only `create` leaves its outcome open when it raises.
+    """
+
+    url: str
+    """The root, normalised: opening it again gives the same root."""
+
+    def get(self, key: str) -> bytes:
+        """The whole object, as last put. Raises `NotFound` naming the full URL if there is none."""
+
+    def put(self, key: str, data: bytes) -> None:
+        """Write the whole object; the last writer wins and readers see the old or the new one, never a mix.
+
+        May be called again with the same bytes, also after an error. POSIX: durable on return.
+        """
+
+    def create(self, key: str, data: bytes) -> bool:
+        """Write the whole object if the key is free: of any number of callers exactly one gets True.
+
+        True: this call created it, complete (POSIX: and durable). False: it was there, untouched.
+        `StoreError`: refused or unknown; read the key back to know. Sent once, and again only where the
+        server says that nothing was done (409), so that a False means another call's object.
+        """
+
+    def list(self, prefix: str = "") -> dict[str, int]:
+        """Key to size of every object whose key starts with `prefix` (a string, not a folder), recursively.
+
+        Asked of the store each time, never cached, in the order of keys. Files that could not be keys
+        (temporary files, dot files, links) are not shown. No such root or prefix: empty.
+        """
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Remove objects; a missing one is fine, so it may be called again. Not durable by itself: after a
+        power loss a removed file may be back. On POSIX folders left empty go too.
+        """
+
+    def sync(self, prefix: str) -> None:
+        """POSIX: fsync every directory under the folder `prefix`, deepest first, then its ancestors up to the
+        root's parent, so that names written by others survive a power loss too (their writers fsync the
+        files' contents). Elsewhere there is nothing to do. May be called again, also after an error.
+        """
+
+
+def key_fault(key: str) -> str | None:
+    """Why `key` cannot name an object, or None if it can."""
+    if "\0" in key:
+        return "it holds a NUL"
+    try:
+        key.encode()
+    except UnicodeEncodeError:
+        return "it is not valid unicode"
+    for part in key.split("/"):
+        if not part:
+            return "it is empty, absolute, or has an empty component"
+        if part.startswith("."):
+            return f"its component {part!r} starts with a dot"
+    return None
+
+
+def check_key(url: str, key: str) -> None:
+    """Raise `StoreError` unless `key` may name an object under the root `url`."""
+    fault = key_fault(key)
+    if fault:
+        raise StoreError(f"{url}: bad key {key!r}: {fault}; escape names before they become keys")
+
+
+def check_prefix(url: str, prefix: str) -> None:
+    """Raise `StoreError` unless some key may start with `prefix`."""
+    if prefix:
+        check_key(url, prefix.removesuffix("/"))
+
+
+def split_url(url: str) -> tuple[str, str]:
+    """(scheme, rest) of a root URL; a plain path has the scheme `file`, and its rest is a path, decoded."""
+    match = re.match(r"([A-Za-z][A-Za-z0-9+.-]*)://", url)
+    if not match:
+        return "file", os.path.expanduser(url)
+    scheme, rest = match[1].lower(), url[match.end() :]
+    if scheme in ("file", "local"):
+        host, slash, path = rest.partition("/")
+        if host not in ("", "localhost") or not slash:
+            raise StoreError(f"{url}: names the host {host!r}; a file URL has three slashes: file:///a/path")
+        return "file", urllib.parse.unquote("/" + path, errors="surrogateescape")
+    return ("s3" if scheme == "s3a" else scheme), rest
+
+
+def split_s3(url: str) -> tuple[str, str]:
+    """(bucket, prefix without slashes at its ends) of an s3 URL."""
+    bucket, _, prefix = split_url(url)[1].partition("/")
+    prefix = prefix.strip("/")
+    if not bucket or "?" in prefix or "#" in prefix:
+        raise StoreError(
+            f"{url}: not an S3 root; write s3://bucket/prefix, and give settings in storage_options"
+        )
+    check_prefix(url, prefix)
+    return bucket, prefix
+
+
+def open_store(url: str, storage_options: Options = None) -> ObjectStore:
+    """The store at `url`; writes nothing, and only looks at the network when first used.
+
+    S3 reads the options of `ckpt.store.remote.s3_settings`; other fsspec schemes get theirs as they are.
+    """
+    # Here, so that a job on a file system imports no S3 client.
+    scheme, rest = split_url(url)
+    if scheme == "file":
+        from ckpt.store.posix import PosixStore
+
+        return PosixStore(rest)
+    from ckpt.store.remote import FsspecStore, S3Store
+
+    return S3Store(url, storage_options) if scheme == "s3" else FsspecStore(url, storage_options)
+
+
+def probe(store: ObjectStore) -> None:
+    """Raise `StoreError` unless `store` really creates only what is absent; call it once per root.
+
+    Some servers accept the condition and ignore it, and there two jobs could both commit.
+    """
+    key, first, second = f"probe/{secrets.token_hex(16)}", secrets.token_bytes(16), secrets.token_bytes(16)
+    where, remedy = (
+        f"{store.url}/{key}",
+        "use a store with conditional create (If-None-Match: *, or hard links)",
+    )
+    try:
+        if not store.create(key, first):
+            raise StoreError(f"{where}: create says that a new random key was there already; {remedy}")
+        if store.create(key, second):
+            raise StoreError(f"{where}: the store ignores create-if-absent: two creates both won; {remedy}")
+        if store.get(key) != first:
+            raise StoreError(f"{where}: a create that lost changed the object all the same; {remedy}")
+    finally:
+        store.delete([key])
+
+
+def kvstore_spec(url: str, storage_options: Options = None) -> dict[str, Any]:
+    """TensorStore's kvstore JSON for the root `url`: open it once per process and derive paths from that.
+
+    TensorStore takes no keys inside its JSON. Explicit keys go as `environment` credentials if the
+    environment holds the same ones, else through a nameless file in memory (Linux): make the spec in the
+    process that uses it.
+    """
+    scheme, rest = split_url(url)
+    if scheme == "file":
+        return {"driver": "file", "path": os.path.join(os.path.realpath(rest), "")}
+    if scheme != "s3":
+        raise StoreError(f"{url}: no array driver for {scheme}://; copy it to a path or to s3:// first")
+    from ckpt.store.remote import s3_settings
+
+    bucket, prefix = split_s3(url)
+    settings = s3_settings(storage_options)
+    spec: dict[str, Any] = {"driver": "s3", "bucket": bucket, "path": f"{prefix}/" if prefix else ""}
+    if settings["endpoint"]:
+        if not settings["path_style"] and not is_aws(settings["endpoint"]):
+            raise StoreError(
+                f"{url}: TensorStore speaks path-style only to {settings['endpoint']}; drop path_style=False"
+            )
+        spec["endpoint"] = settings["endpoint"]
+    if settings["region"]:
+        spec["aws_region"] = settings["region"]
+    spec["aws_credentials"] = _kvstore_credentials(settings)
+    # The driver's own 32 attempts of up to 32 s each make a wrong endpoint look like a hang.
+    spec["s3_request_retries"] = {"max_retries": 8, "initial_delay": "250ms", "max_delay": "8s"}
+    return spec
+
+
+def is_aws(endpoint: str | None) -> bool:
+    """Whether the endpoint is Amazon's own; None is."""
+    host = urllib.parse.urlsplit(endpoint).hostname or "" if endpoint else "amazonaws.com"
+    return host.endswith(("amazonaws.com", "amazonaws.com.cn"))
+
+
+def _kvstore_credentials(settings: "S3Settings") -> dict[str, str]:
+    """TensorStore's `aws_credentials` for these settings, for use in this process."""
+    if settings["anonymous"]:
+        return {"type": "anonymous"}
+    if settings["profile"]:
+        return {"type": "profile", "profile": settings["profile"]}
+    names = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
+    here = tuple(os.environ.get(name) or None for name in names)
+    access, secret, token = settings["access_key"], settings["secret_key"], settings["session_token"]
+    if access is None or secret is None:
+        return {"type": "environment" if here[0] and here[1] else "default"}
+    if (access, secret, token) == here:
+        return {"type": "environment"}
+    if not hasattr(os, "memfd_create"):
+        raise StoreError(
+            "storage_options: on this system TensorStore takes keys only from the environment or a profile; "
+            f"set {', '.join(names)} to the same values, or give profile="
+        )
+    # Always with an empty config file: where there is no HOME the driver fails to find its default one.
+    path = f"/proc/self/fd/{_credentials_file(access, secret, token)}"
+    return {"type": "profile", "profile": "ckpt", "credentials_file": path, "config_file": os.devnull}
+
+
+@functools.cache  # one descriptor for each set of keys, open as long as the process
+def _credentials_file(access: str, secret: str, token: str | None) -> int:
+    fields = {"aws_access_key_id": access, "aws_secret_access_key": secret}
+    if token is not None:
+        fields["aws_session_token"] = token
+    if any(value.split() != [value] for value in fields.values()):
+        raise StoreError("storage_options: a key is empty or holds white space; give it as it was issued")
+    handle = os.memfd_create("ckpt-credentials")
+    os.write(
+        handle, "\n".join(["[ckpt]", *(f"{name} = {value}" for name, value in fields.items()), ""]).encode()
+    )
+    return handle
