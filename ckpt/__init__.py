@@ -1,0 +1,42 @@
+"""ckpt: bit-exact checkpoints of large-model training, on any parallel layout, on directories and object stores.
+
+    import ckpt
+    ck = ckpt.Checkpointer("s3://bucket/run", layout=ckpt.Layout(tp=2, pp=2, dp=2))
+    receipt = ck.save(step, {"model": model, "optimizer": optimizer})
+    restored = ck.load({"model": model, "optimizer": optimizer})
+
+The rooms are described in docs/design.md; each has a docstring that says what lives there and where to start.
+"""
+
+from ckpt.errors import (
+    CkptError,
+    CorruptCheckpoint,
+    Fenced,
+    RankFailed,
+    StateInvalid,
+    StateMismatch,
+    StoreError,
+    Unsupported,
+)
+from ckpt.geometry import Layout
+from ckpt.state import ShardedTensor, TrainState, per_rank, replicated
+from ckpt.trainer import Checkpointer, Receipt, Restored
+
+__all__ = [
+    "Checkpointer",
+    "CkptError",
+    "CorruptCheckpoint",
+    "Fenced",
+    "Layout",
+    "RankFailed",
+    "Receipt",
+    "Restored",
+    "ShardedTensor",
+    "StateInvalid",
+    "StateMismatch",
+    "StoreError",
+    "TrainState",
+    "Unsupported",
+    "per_rank",
+    "replicated",
+]

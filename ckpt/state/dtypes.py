@@ -23,7 +23,6 @@ class StoredType:
 
 
 _CORE = {
-    "bool": (1, "bool"),
     "int8": (1, "int8"),
     "int16": (2, "int16"),
     "int32": (4, "int32"),
@@ -39,6 +38,7 @@ _CORE = {
     "complex128": (16, "complex128"),
 }
 _CONTAINED = {
+    "bool": (1, "uint8"),  # Zarr readers refuse bytes other than 0 and 1, which a torch bool can hold
     "bfloat16": (2, "uint16"),
     "complex32": (4, "uint32"),
     "float8_e4m3fn": (1, "uint8"),
@@ -72,6 +72,11 @@ def torch_dtype(name: str) -> torch.dtype:
     if name not in STORED or not isinstance(found, torch.dtype):
         raise Unsupported(f"dtype {name} is unknown to torch {torch.__version__}; use a newer torch")
     return found
+
+
+def opaque(itemsize: int) -> torch.dtype:
+    """The dtype in which elements of this many bytes are moved."""
+    return _BITS[itemsize]
 
 
 def bits(view: torch.Tensor) -> torch.Tensor:

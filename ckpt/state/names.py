@@ -33,6 +33,19 @@ def _component(key: Key) -> str:
     return "%7E" + escaped[1:] if escaped.startswith("~") else escaped
 
 
+def split(name: str) -> tuple[Key, ...]:
+    """Inverse of `join`."""
+    return tuple(_key(component) for component in name.split("/"))
+
+
+def _key(component: str) -> Key:
+    if component == "%":
+        return ""
+    if component.startswith("~"):
+        return int(component[1:])
+    return component.replace("%7E", "~").replace("%2F", "/").replace("%25", "%")
+
+
 def folder(name: str) -> str:
     """The folder of a tensor's array below `state/tensors/`: safe on any file system and object store.
 

@@ -1,21 +1,24 @@
 """Object stores over the network: S3 and its compatibles for everything, other fsspec schemes for reading.
 
-S3 goes through s3fs's event loop and client, with its listing cache off, but not through its verbs: they
-retry a conditional create on their own and fold 412 and bad requests into one OSError. Here each attempt is
-one request; what is idempotent is tried a few times, so that nothing hangs and errors name their remedy.
+S3 goes through a plain botocore client and not through s3fs. A conditional create must be sent exactly once:
+s3fs repeats it, and beneath s3fs aiohttp sends a PUT again on its own when the connection drops, and then a
+create that has won reads 412 and takes its own record for another's. Here one attempt is one request; what is
+idempotent is tried a few times, so that nothing hangs and every error names its remedy.
 """
 
-import asyncio
+import contextlib
 import functools
 import os
-from collections.abc import Awaitable, Callable, Iterable
+import threading
+import time
+from collections.abc import Callable, Iterable
 from typing import Any, TypedDict, TypeVar
 
-import aiohttp
+import botocore
+import botocore.config
 import botocore.exceptions as boto
 import botocore.session
 import fsspec
-import fsspec.asyn
 
 from ckpt.errors import StoreError
 from ckpt.store.objects import (
@@ -36,7 +39,7 @@ FIRST_WAIT = 0.2
 CONNECT_SECONDS = 3
 READ_SECONDS = 30
 TRANSIENT_CODES = {"SlowDown", "RequestTimeout", "Throttling", "ThrottlingException", "RequestLimitExceeded"}
-FAILURES = (boto.BotoCoreError, boto.ClientError, aiohttp.ClientError, OSError, asyncio.TimeoutError)
+FAILURES = (boto.BotoCoreError, boto.ClientError, OSError)
 
 
 class S3Settings(TypedDict):
@@ -63,6 +66,10 @@ def s3_settings(storage_options: Options = None) -> S3Settings:
     if unknown:
         known = ", ".join(S3Settings.__annotations__)
         raise StoreError(f"storage_options: {', '.join(unknown)} not known for s3://; use {known}")
+    for name, value in options.items():
+        kind = bool if name in ("anonymous", "path_style") else str
+        if not isinstance(value, kind):
+            raise StoreError(f"storage_options: {name} is a {type(value).__name__}; give a {kind.__name__}")
     keys = [options.get(name) for name in ("access_key", "secret_key")]
     if (keys[0] is None) != (keys[1] is None) or ("session_token" in options and not keys[0]):
         raise StoreError(
@@ -103,56 +110,38 @@ class S3Store:
     """See `ObjectStore`. Any thread may call; after a fork every verb raises."""
 
     def __init__(self, url: str, storage_options: Options = None) -> None:
-        import s3fs
-
         self._bucket, prefix = split_s3(url)
         self._start = f"{prefix}/" if prefix else ""
         self.url = f"s3://{self._bucket}/{prefix}".removesuffix("/")
-        self._settings = settings = s3_settings(storage_options)
+        self._settings = s3_settings(storage_options)
         self._pid = os.getpid()
-        checks = "when_supported" if is_aws(settings["endpoint"]) else "when_required"
-        style = "path" if settings["path_style"] else "virtual" if settings["endpoint"] else "auto"
-        self._fs = s3fs.S3FileSystem(
-            anon=settings["anonymous"],
-            endpoint_url=settings["endpoint"],
-            key=settings["access_key"],
-            secret=settings["secret_key"],
-            token=settings["session_token"],
-            client_kwargs={"region_name": settings["region"]} if settings["region"] else {},
-            config_kwargs={
-                # Signed payloads: a server must refuse bytes that changed on the way to it.
-                "s3": {"addressing_style": style, "payload_signing_enabled": True},
-                "retries": {"mode": "standard", "total_max_attempts": 1},
-                "connect_timeout": CONNECT_SECONDS,
-                "read_timeout": READ_SECONDS,
-                "request_checksum_calculation": checks,
-                "response_checksum_validation": checks,
-                "ignore_configured_endpoint_urls": True,  # s3_settings has read them
-            },
-            use_listings_cache=False,
-            skip_instance_cache=True,
-            **({"profile": settings["profile"]} if settings["profile"] else {}),
-        )
+        self._client: Any = None
+        self._lock = threading.Lock()
 
     def get(self, key: str) -> bytes:
-        async def request(s3: Any) -> bytes:
-            answer = await s3.get_object(Bucket=self._bucket, Key=self._start + key)
-            async with answer["Body"] as body:
-                data: bytes = await body.read()
+        check_key(self.url, key)
+
+        def request(s3: Any) -> bytes:
+            with contextlib.closing(
+                s3.get_object(Bucket=self._bucket, Key=self._start + key)["Body"]
+            ) as body:
+                data: bytes = body.read()
             return data
 
         return self._run(key, "read", request)
 
     def put(self, key: str, data: bytes) -> None:
-        async def request(s3: Any) -> None:
-            await s3.put_object(Bucket=self._bucket, Key=self._start + key, Body=data)
-
-        self._run(key, "write", request)
+        check_key(self.url, key)
+        name = {"Bucket": self._bucket, "Key": self._start + key}
+        self._run(key, "write", lambda s3: s3.put_object(**name, Body=data))
 
     def create(self, key: str, data: bytes) -> bool:
-        async def request(s3: Any) -> bool:
+        check_key(self.url, key)
+        name = {"Bucket": self._bucket, "Key": self._start + key}
+
+        def request(s3: Any) -> bool:
             try:
-                await s3.put_object(Bucket=self._bucket, Key=self._start + key, Body=data, IfNoneMatch="*")
+                s3.put_object(**name, Body=data, IfNoneMatch="*")
             except boto.ClientError as error:
                 if _status(error) == 412:
                     return False
@@ -164,18 +153,14 @@ class S3Store:
     def list(self, prefix: str = "") -> dict[str, int]:
         check_prefix(self.url, prefix)
         found: dict[str, int] = {}
-        page: dict[str, str] = {}
+        where = {"Bucket": self._bucket, "Prefix": self._start + prefix}
         while True:
-
-            async def request(s3: Any, page: dict[str, str] = page) -> Any:
-                return await s3.list_objects_v2(Bucket=self._bucket, Prefix=self._start + prefix, **page)
-
-            answer = self._run(prefix, "list", request)
-            for item in answer.get("Contents", ()):
+            page = self._run(prefix, "list", lambda s3: s3.list_objects_v2(**where))
+            for item in page.get("Contents", ()):
                 found[item["Key"][len(self._start) :]] = item["Size"]
-            if not answer.get("IsTruncated"):
+            if not page.get("IsTruncated"):
                 return {key: found[key] for key in sorted(found) if not key_fault(key)}
-            page = {"ContinuationToken": answer["NextContinuationToken"]}
+            where["ContinuationToken"] = page["NextContinuationToken"]
 
     def delete(self, keys: Iterable[str]) -> None:
         names = list(keys)
@@ -184,11 +169,8 @@ class S3Store:
         for first in range(0, len(names), 1000):
             objects = [{"Key": self._start + key} for key in names[first : first + 1000]]
 
-            async def request(s3: Any, objects: Any = objects) -> Any:
-                return await s3.delete_objects(
-                    Bucket=self._bucket, Delete={"Objects": objects, "Quiet": True}
-                )
-
+            what = {"Objects": objects, "Quiet": True}
+            request = functools.partial(_delete, bucket=self._bucket, what=what)
             for fault in self._run("", "delete", request).get("Errors", ()):
                 where = f"s3://{self._bucket}/{fault.get('Key')}"
                 said = f"{fault.get('Code')}: {fault.get('Message')}"
@@ -201,29 +183,53 @@ class S3Store:
         self,
         key: str,
         doing: str,
-        request: Callable[[Any], Awaitable[T]],
+        request: Callable[[Any], T],
         again: Callable[[BaseException], bool] | None = None,
     ) -> T:
-        """Make the request on s3fs's loop, and once more after each error that `again` lets pass."""
-        if doing not in ("list", "delete"):
-            check_key(self.url, key)
+        """Make the request, and once more after each error that `again` lets pass."""
         where = f"{self.url}/{key}"
         if os.getpid() != self._pid:
             raise StoreError(f"{where}: opened before a fork; open the store again here, or spawn instead")
+        for attempt in range(ATTEMPTS):
+            if attempt:
+                time.sleep(FIRST_WAIT * 3 ** (attempt - 1))
+            try:
+                return request(self._connected())
+            except FAILURES as error:
+                if attempt + 1 == ATTEMPTS or not (again or _transient)(error):
+                    raise self._explained(error, where, doing) from error
+        raise AssertionError
 
-        async def attempts() -> T:
-            for attempt in range(ATTEMPTS):
-                if attempt:
-                    await asyncio.sleep(FIRST_WAIT * 3 ** (attempt - 1))
-                try:
-                    return await request(await self._fs.set_session())
-                except FAILURES as error:
-                    if attempt + 1 == ATTEMPTS or not (again or _transient)(error):
-                        raise self._explained(error, where, doing) from error
-            raise AssertionError
-
-        result: T = fsspec.asyn.sync(self._fs.loop, attempts)
-        return result
+    def _connected(self) -> Any:
+        """The client, made when first needed: looking for credentials may use the network."""
+        settings = self._settings
+        checks = "when_supported" if is_aws(settings["endpoint"]) else "when_required"
+        style = "path" if settings["path_style"] else "virtual" if settings["endpoint"] else "auto"
+        with self._lock:
+            if self._client is None:
+                config = botocore.config.Config(
+                    # Signed payloads: a server must refuse bytes that changed on the way to it.
+                    s3={"addressing_style": style, "payload_signing_enabled": True},
+                    signature_version=botocore.UNSIGNED if settings["anonymous"] else None,
+                    retries={"mode": "standard", "total_max_attempts": 1},
+                    connect_timeout=CONNECT_SECONDS,
+                    read_timeout=READ_SECONDS,
+                    max_pool_connections=32,
+                    tcp_keepalive=True,
+                    request_checksum_calculation=checks,
+                    response_checksum_validation=checks,
+                    ignore_configured_endpoint_urls=True,  # s3_settings has read them
+                )
+                self._client = botocore.session.Session(profile=settings["profile"]).create_client(
+                    "s3",
+                    region_name=settings["region"],
+                    endpoint_url=settings["endpoint"],
+                    aws_access_key_id=settings["access_key"],
+                    aws_secret_access_key=settings["secret_key"],
+                    aws_session_token=settings["session_token"],
+                    config=config,
+                )
+            return self._client
 
     def _explained(self, error: BaseException, where: str, doing: str) -> StoreError:
         at = self._settings["endpoint"] or "Amazon S3"
@@ -253,6 +259,10 @@ class S3Store:
             else ""
         )
         return StoreError(f"{where}: cannot {doing}: {said}; {remedy}{unknown}")
+
+
+def _delete(s3: Any, bucket: str, what: dict[str, Any]) -> Any:
+    return s3.delete_objects(Bucket=bucket, Delete=what)
 
 
 def _status(error: BaseException) -> int:

@@ -1,0 +1,279 @@
+"""The load: phase 1 changes nothing, phase 2 writes in place and verifies from the live tensors.
+
+Each stored byte is read once over the whole job, exchanged, and placed straight into live memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ckpt.engine.merge import declare_tensors, union_of
+from ckpt.engine.mover import Move, Mover, held_parts, part_of, read_moves
+from ckpt.engine.opened import Opened, check_objects
+from ckpt.engine.save import digests_of, parse_held
+from ckpt.engine.session import Phases, Session
+from ckpt.engine.target import Options, Target, apply_casts, match, wanted_by_all
+from ckpt.errors import CorruptCheckpoint, RankFailed, StateInvalid, StateMismatch
+from ckpt.geometry import Catalogue, Plan, Unit, read_plan
+from ckpt.state.captured import Captured, LocalTensor
+from ckpt.state.dtypes import opaque
+from ckpt.state.values import canonical_json, decode, parse_json
+from ckpt.store.arrays import Arrays, read_error
+from ckpt.store.commit import held_digests
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """Outcome of a load: bytes of the whole state as stored, tensors and values loaded, seconds in all and per phase."""
+
+    bytes: int
+    tensors: int
+    values: int
+    verified: bool
+    seconds: float
+    phases: dict[str, float]
+    plan: str
+
+
+@dataclass
+class _Job:
+    """One load on this rank. `fill`: for each tensor of the catalogue, this rank's shards of it."""
+
+    session: Session
+    opened: Opened
+    target: Target
+    plan: Plan
+    fill: Mapping[int, Sequence[LocalTensor]]
+
+
+def load(
+    session: Session,
+    opened: Opened,
+    capture: Callable[[Opened], Captured],
+    options: Options,
+    *,
+    verify: bool,
+    atomic: bool,
+    layout: dict[str, Any] | None,
+) -> Loaded:
+    """Collective. Fills every rank's state from an opened commit.
+
+    capture: makes this rank's state with live views, given what the checkpoint holds; called once. atomic: keep a copy
+    of the old tensors and put it back when phase 2 fails. Raises StateMismatch, CorruptCheckpoint or StoreError with
+    nothing changed, or StateInvalid on every rank once tensors may have changed.
+    """
+    phases, comm = Phases(), session.comm
+    with phases("plan"):
+        with comm.phase("load: match"):
+            captured = capture(opened)
+            target = match(captured, opened, options, comm.rank)
+            per_rank = _own_values(captured, opened, options, comm.rank, layout)
+        job = _plan(session, opened, captured, target, options)
+        with comm.phase("load: check objects"):
+            check_objects(session, opened)
+    session.faults("load.opened")
+    backup = _copies(target) if atomic else None
+    try:
+        with phases("read"), comm.phase("load: read"):
+            _read(job)
+        session.faults("load.placed")
+        if verify:
+            with phases("verify"):
+                _verify(job)
+        session.faults("load.verified")
+        with phases("apply"), comm.phase("load: apply values"):
+            apply_casts(target)
+            values = {n: decode(v, n) for n, v in opened.manifest.values.items()} | per_rank
+            for apply in captured.appliers:
+                apply(values)
+    except BaseException as error:
+        if backup is not None and not isinstance(error, RankFailed):
+            for view, copy in backup:
+                view.copy_(copy)
+            raise
+        raise StateInvalid(
+            f"loading step {opened.record.step} failed after tensors began to change: {error}. This state is a mix: "
+            "load again, or an older step, before training or saving"
+        ) from error
+    return Loaded(
+        opened.manifest.nbytes, len(job.fill), len(captured.values), verify, phases.total, phases.seconds, job.plan.summary()
+    )
+
+
+def _own_values(
+    captured: Captured, opened: Opened, options: Options, rank: int, layout: dict[str, Any] | None
+) -> dict[str, Any]:
+    """The plain values that belong to this rank alone: only ever from the same rank of the same layout."""
+    names = [n for n in captured.per_rank]
+    if not names:
+        return {}
+    saved = opened.run.get("layout"), opened.run.get("world")
+    if saved != (layout, len(opened.ranks)) or rank >= len(opened.ranks):
+        raise StateMismatch(
+            f"{names[0]}: kept per rank under layout {saved[0]} of {saved[1]} ranks; it has no meaning on layout "
+            f"{layout}: load on the saved layout, or leave it out of the state and use allow_extra"
+        )
+    mine = opened.ranks[rank]
+    absent = [n for n in names if n not in mine]
+    if absent:
+        raise StateMismatch(f"rank {rank}: the checkpoint has no per-rank {absent[0]}")
+    return {n: decode(mine[n], n) for n in names}
+
+
+def _plan(session: Session, opened: Opened, captured: Captured, target: Target, options: Options) -> _Job:
+    comm = session.comm
+    kept = Captured()
+    with comm.phase("load: declare"):
+        for name, tensors in target.tensors.items():
+            # Names tied in the checkpoint may be separate here: each place asks for the same stored tensor.
+            kept.tensors[name] = LocalTensor(_stored_spec(opened, name), [s for t in tensors for s in t.shards])
+        mine = canonical_json([list(captured.values)])
+    declared = comm.all_gather(declare_tensors(_once(kept)), "load: declare tensors")
+    valued = comm.all_gather(mine, "load: declare values")
+    with comm.phase("load: plan"):
+        union = union_of(declared)
+        names = [parse_json(v, f"values of rank {r}")[0] for r, v in enumerate(valued)]
+        wanted = wanted_by_all(union, opened, names, options)
+        plan = read_plan(opened.manifest.catalogue, wanted, comm.world, session.budget)
+        digest = plan.digest()
+    for rank, other in enumerate(comm.all_gather(digest.encode(), "load: compare plans")):
+        if other.decode() != digest:
+            raise RankFailed(f"ranks {comm.rank} and {rank} made different read plans; use one version of ckpt")
+    index = {t.name: i for i, t in enumerate(opened.manifest.catalogue.tensors)}
+    return _Job(session, opened, target, plan, {index[n]: tensors for n, tensors in target.tensors.items()})
+
+
+def _stored_spec(opened: Opened, name: str):  # type: ignore[no-untyped-def]
+    return next(t for t in opened.manifest.catalogue.tensors if t.name == name)
+
+
+def _once(captured: Captured) -> Captured:
+    """The same declarations with each box of a tensor named once."""
+    out = Captured()
+    for name, tensor in captured.tensors.items():
+        boxes = {s.box: s for s in tensor.shards}
+        out.tensors[name] = LocalTensor(tensor.spec, list(boxes.values()))
+    return out
+
+
+def _read(job: _Job) -> None:
+    """Reads, exchanges and places, round by round; the next round's reads run while this one is exchanged. A local
+    failure is kept until the round's end, so that the other ranks' exchange goes on; then all ranks stop."""
+    session, catalogue = job.session, job.opened.manifest.catalogue
+    arrays = Arrays(session.kvstore, job.opened.prefix + "state/", catalogue, session.context)
+    mover = Mover(session.comm, [t.itemsize for t in catalogue.tensors])
+    ahead = _start(job, arrays, job.plan.rounds[0]) if job.plan.rounds else {}
+    for number, units in enumerate(job.plan.rounds):
+        with session.comm.phase("load: read"):
+            begun, ahead = ahead, {}
+            failure: BaseException | None = None
+            buffers: dict[int, torch.Tensor] = {}
+            try:
+                buffers = {n: _finish(job, arrays, units[n], f) for n, f in begun.items()}
+                if number == 0 and buffers:
+                    session.faults("load.read")
+            except Exception as error:
+                failure = error
+            if number + 1 < len(job.plan.rounds) and failure is None:
+                ahead = _start(job, arrays, job.plan.rounds[number + 1])
+            moves = read_moves(units)
+            if moves:
+                give = _outgoing(moves, buffers, units, catalogue, session.comm.rank)
+                for move, elements in mover.exchange(moves, give, "load: exchange"):
+                    _place(job.fill, move.link.tensor, move.link.box, elements)
+            if failure is not None:
+                raise failure
+            for n, buffer in buffers.items():
+                packed = catalogue.arrays[units[n].array].packed
+                for link in units[n].links:
+                    if session.comm.rank in link.ranks:
+                        _place(job.fill, link.tensor, link.box, part_of(buffer, link, packed))
+
+
+def _start(job: _Job, arrays: Arrays, units: Sequence[Unit]) -> dict[int, Any]:
+    started = {}
+    for number, unit in enumerate(units):
+        if unit.owner == job.session.comm.rank:
+            where = tuple(slice(o, s) for o, s in zip(unit.box.offset, unit.box.stop, strict=True))
+            started[number] = arrays.handle(unit.array)[where].read()
+    return started
+
+
+def _finish(job: _Job, arrays: Arrays, unit: Unit, future: Any) -> torch.Tensor:
+    array = job.opened.manifest.catalogue.arrays[unit.array]
+    try:
+        found = future.result()
+    except Exception as error:
+        raise read_error(error, f"{arrays.describe(unit.array)} {_named(job, unit)}") from error
+    return _opaque(found, array.itemsize)
+
+
+def _named(job: _Job, unit: Unit) -> str:
+    names = [job.opened.manifest.catalogue.tensors[k.tensor].name for k in unit.links]
+    return f"(tensor {names[0]}, chunk {'/'.join(map(str, unit.index))})"
+
+
+def _opaque(found: Any, itemsize: int) -> torch.Tensor:
+    kind = {1: "u1", 2: "i2", 4: "i4", 8: "i8", 16: "c16"}[itemsize]
+    tensor = torch.from_numpy(found.view(kind))
+    assert tensor.dtype == opaque(itemsize)
+    return tensor
+
+
+def _outgoing(
+    moves: Sequence[Move], buffers: Mapping[int, torch.Tensor], units: Sequence[Unit], catalogue: Catalogue, rank: int
+) -> Iterator[tuple[Move, torch.Tensor]]:
+    for move in moves:
+        if move.source == rank:
+            array = catalogue.arrays[units[move.unit].array]
+            if move.unit in buffers:
+                yield move, part_of(buffers[move.unit], move.link, array.packed)
+            else:  # reading failed: the others get zeros and, right after, the error
+                yield move, torch.zeros(move.link.box.extent, dtype=opaque(array.itemsize))
+
+
+def _place(fill: Mapping[int, Sequence[LocalTensor]], tensor: int, box: Any, elements: torch.Tensor) -> None:
+    for local in fill.get(tensor, ()):
+        for common, view in held_parts(local.shards, box):
+            view.copy_(elements[common.relative_to(box).slices])
+
+
+def _verify(job: _Job) -> None:
+    """Digests every live box, compares replicas, and compares each tensor's sum with the manifest."""
+    comm, manifest = job.session.comm, job.opened.manifest
+    with comm.phase("load: verify"):
+        held = {}
+        for index, tensors in job.fill.items():
+            name = manifest.catalogue.tensors[index].name
+            places = [digests_of(Captured({name: t}))[name] for t in tensors]
+            found = dict(places[0])
+            for box, digest in (entry for place in places for entry in place):
+                if found.setdefault(box, digest) != digest:
+                    raise CorruptCheckpoint(f"{name}: two places in memory differ in {box} after loading")
+            held[name] = list(found.items())
+        document = canonical_json({n: [[list(b.offset), list(b.extent), list(d)] for b, d in x] for n, x in held.items()})
+    everybody = comm.all_gather(document, "load: digests")
+    with comm.phase("load: compare digests"):
+        if comm.rank == 0:
+            _compare(manifest, [parse_held(d, r) for r, d in enumerate(everybody)])
+
+
+def _compare(manifest: Any, everybody: Sequence[Mapping[str, Any]]) -> None:
+    held = {name for one in everybody for name in one}
+    wanted = Catalogue(tuple(t for t in manifest.catalogue.tensors if t.name in held), ())
+    try:
+        found = held_digests(wanted, dict(enumerate(everybody)))
+    except StateMismatch as error:
+        raise CorruptCheckpoint(f"after loading, {error}") from None
+    for spec, digest in zip(manifest.catalogue.tensors, manifest.digests, strict=True):
+        if spec.name in found and found[spec.name] != digest:
+            raise CorruptCheckpoint(
+                f"{spec.name}: the fingerprint of the loaded tensor is not the saved one: stored bytes were swapped, or "
+                "memory or the exchange is faulty; load again, or an older step"
+            )
+
+

@@ -1,0 +1,96 @@
+"""How the parts that ranks hold become one state: declarations, and their checked union."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ckpt.errors import StateMismatch
+from ckpt.geometry import Box, Catalogue, Holdings, TensorSpec
+from ckpt.state.captured import Captured
+from ckpt.state.dtypes import STORED
+from ckpt.state.values import Json, canonical_json, encode, parse_json
+
+
+@dataclass(frozen=True)
+class Union:
+    """All ranks' tensors: sorted specs with their holdings, and further names of tied ones."""
+
+    catalogue: Catalogue
+    holdings: tuple[Holdings, ...]
+    aliases: Mapping[str, str]
+
+
+def declare_tensors(captured: Captured) -> bytes:
+    """What a rank tells the others about its tensors: names, dtypes, shapes, boxes, ties; never the bits."""
+    rows = [
+        [t.spec.name, t.spec.dtype, list(t.spec.shape), t.spec.stack, [[list(s.box.offset), list(s.box.extent)] for s in t.shards]]
+        for t in captured.tensors.values()
+    ]
+    return canonical_json([rows, captured.aliases])
+
+
+def union_of(declarations: Sequence[bytes]) -> Union:
+    """Merges everybody's declarations. Raises StateMismatch naming the tensor and ranks where they disagree."""
+    specs: dict[str, tuple[int, TensorSpec]] = {}
+    held: dict[str, list[tuple[int, Box]]] = defaultdict(list)
+    aliases: dict[str, tuple[int, str]] = {}
+    for rank, data in enumerate(declarations):
+        rows, ties = parse_json(data, f"declaration of rank {rank}")
+        for name, dtype, shape, stack, boxes in rows:
+            spec = TensorSpec(name, tuple(shape), dtype, STORED[dtype].itemsize, stack)
+            first, known = specs.setdefault(name, (rank, spec))
+            if known != spec:
+                raise StateMismatch(f"{name}: {_say(known)} on rank {first}, but {_say(spec)} on rank {rank}")
+            held[name] += [(rank, Box(tuple(o), tuple(e))) for o, e in boxes]
+        for name, kept in ties.items():
+            first, other = aliases.setdefault(name, (rank, kept))
+            if other != kept:
+                raise StateMismatch(f"{name}: tied to {other} on rank {first}, but to {kept} on rank {rank}")
+    for name, (rank, kept) in aliases.items():
+        if name in specs:
+            raise StateMismatch(f"{name}: tied to {kept} on rank {rank}, but not on rank {specs[name][0]}")
+    catalogue = Catalogue.of([spec for _, spec in specs.values()])
+    holdings = []
+    for spec in catalogue.tensors:
+        try:
+            holdings.append(Holdings.of(held[spec.name]))
+        except StateMismatch as error:
+            raise StateMismatch(f"{spec.name}: {error}") from None
+    return Union(catalogue, tuple(holdings), {name: kept for name, (_, kept) in sorted(aliases.items())})
+
+
+def check_cover(union: Union) -> None:
+    """Checks that every tensor is covered exactly. Raises StateMismatch naming tensor, place and ranks."""
+    for spec, holdings in zip(union.catalogue.tensors, union.holdings, strict=True):
+        holdings.check_cover(spec.name, spec.shape)
+
+
+def encode_values(captured: Captured) -> tuple[dict[str, Json], dict[str, Json]]:
+    """Canonical forms of the replicated and the per-rank values. Raises Unsupported naming the entry."""
+    return (
+        {name: encode(value, name) for name, value in captured.values.items()},
+        {name: encode(value, name) for name, value in captured.per_rank.items()},
+    )
+
+
+def union_of_values(declarations: Sequence[bytes]) -> dict[str, Json]:
+    """Merges everybody's replicated values (canonical JSON objects). Raises StateMismatch where two ranks differ."""
+    merged: dict[str, Json] = {}
+    owner: dict[str, int] = {}
+    for rank, data in enumerate(declarations):
+        for name, value in parse_json(data, f"values of rank {rank}").items():
+            if name not in merged:
+                merged[name], owner[name] = value, rank
+            elif canonical_json(merged[name]) != canonical_json(value):
+                raise StateMismatch(
+                    f"{name}: ranks {owner[name]} and {rank} have different values; if each rank should keep its own, "
+                    "declare it with ckpt.per_rank(...)"
+                )
+    return merged
+
+
+def _say(spec: TensorSpec) -> str:
+    stacked = f", {spec.stack} stacked axes" if spec.stack else ""
+    return f"{spec.dtype}{list(spec.shape)}{stacked}"

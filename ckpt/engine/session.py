@@ -1,0 +1,78 @@
+"""What one rank needs to work on one checkpoint root, and the clock of an operation's phases."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import tensorstore as ts
+
+from ckpt.engine.comm import Comm
+from ckpt.engine.faults import FaultPoint, no_faults
+from ckpt.store.log import Log
+from ckpt.store.objects import ObjectStore
+
+MIB = 1 << 20
+
+
+@dataclass
+class Session:
+    """store, kvstore: the root, for small objects and for TensorStore. budget: bytes that a rank may own, send or
+    receive in a round of a plan; a save or load holds a small multiple of it."""
+
+    store: ObjectStore
+    kvstore: Mapping[str, Any]
+    log: Log
+    comm: Comm
+    context: ts.Context
+    faults: FaultPoint = no_faults
+    budget: int = 16 * MIB
+
+
+class Phases:
+    """Seconds spent in each named phase of an operation."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._begin = time.perf_counter()
+
+    @contextlib.contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+    @property
+    def total(self) -> float:
+        return time.perf_counter() - self._begin
+
+
+@dataclass
+class InFlight:
+    """Started reads or writes, bounded by the bytes they hold: adding waits for the oldest until there is room."""
+
+    limit: int
+    _queue: list[tuple[int, Callable[[], Any]]] = field(default_factory=list)
+    _held: int = 0
+
+    def add(self, nbytes: int, finish: Callable[[], Any]) -> None:
+        while self._queue and self._held + nbytes > self.limit:
+            self._finish_one()
+        self._queue.append((nbytes, finish))
+        self._held += nbytes
+
+    def drain(self) -> None:
+        while self._queue:
+            self._finish_one()
+
+    def _finish_one(self) -> None:
+        nbytes, finish = self._queue.pop(0)
+        self._held -= nbytes
+        finish()
+
+

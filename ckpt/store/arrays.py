@@ -1,0 +1,151 @@
+"""Zarr v3 arrays through TensorStore: their metadata, their objects, and open handles.
+
+The metadata of an array is a pure function of the catalogue, so any rank can write into an array that another rank
+describes, and a reader can check what it finds.
+"""
+
+from __future__ import annotations
+
+import posixpath
+from collections.abc import Mapping
+from typing import Any
+
+import tensorstore as ts
+
+from ckpt.errors import CorruptCheckpoint, StoreError
+from ckpt.geometry import Catalogue, StoredArray, StoredObject
+from ckpt.state.dtypes import STORED
+from ckpt.state.names import folder
+from ckpt.state.values import Json, canonical_json
+
+GROUP: Json = {"zarr_format": 3, "node_type": "group", "attributes": {}}
+_LITTLE: list[Json] = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
+
+
+def array_folder(catalogue: Catalogue, array: StoredArray) -> str:
+    """Folder of an array below `state/`."""
+    if array.packed:
+        return f"packed/{array.dtype}"
+    return "tensors/" + folder(catalogue.tensors[array.tensors[0][0]].name)
+
+
+def array_metadata(catalogue: Catalogue, array: StoredArray) -> Json:
+    """The array's `zarr.json`: sharded with CRC32C on every inner chunk and on the index, C order, no compression.
+
+    Attributes: `logical_dtype`, torch's name of the dtype; `name`, or for a packed array `tensors`, a list of name,
+    shape and first element.
+    """
+    attributes: dict[str, Json] = {"logical_dtype": array.dtype}
+    if array.packed:
+        attributes["tensors"] = [
+            [catalogue.tensors[t].name, list(catalogue.tensors[t].shape), start] for t, start in array.tensors
+        ]
+    else:
+        attributes["name"] = catalogue.tensors[array.tensors[0][0]].name
+    sharding = {
+        "chunk_shape": list(array.grid.chunk),
+        "codecs": _LITTLE,
+        "index_codecs": _LITTLE,
+        "index_location": "end",
+    }
+    stored = STORED[array.dtype].zarr
+    return {
+        "zarr_format": 3,
+        "node_type": "array",
+        "shape": list(array.grid.shape),
+        "data_type": stored,
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(array.grid.cell)}},
+        "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
+        "fill_value": [0, 0] if stored.startswith("complex") else 0,
+        "codecs": [{"name": "sharding_indexed", "configuration": sharding}],
+        "attributes": attributes,
+    }
+
+
+def metadata_objects(catalogue: Catalogue) -> dict[str, bytes]:
+    """Every `zarr.json` of the state tree, by key below `state/`: all arrays, and the groups above them."""
+    found = {"zarr.json": canonical_json(GROUP)}
+    for array in catalogue.arrays:
+        where = array_folder(catalogue, array)
+        found[f"{where}/zarr.json"] = canonical_json(array_metadata(catalogue, array))
+        parent = posixpath.dirname(where)
+        while parent:
+            found.setdefault(f"{parent}/zarr.json", canonical_json(GROUP))
+            parent = posixpath.dirname(parent)
+    return dict(sorted(found.items()))
+
+
+def object_key(catalogue: Catalogue, stored: StoredObject) -> str:
+    """Key of a stored object below `state/`."""
+    array = catalogue.arrays[stored.array]
+    return "/".join([array_folder(catalogue, array), "c", *map(str, stored.index)])
+
+
+def expected_objects(catalogue: Catalogue) -> dict[str, int]:
+    """Every data object of the state tree, by key below `state/`, with its exact size in bytes."""
+    return {
+        object_key(catalogue, o): catalogue.arrays[o.array].grid.object_bytes(
+            o.box, catalogue.arrays[o.array].itemsize
+        )
+        for o in catalogue.objects()
+    }
+
+
+def context(threads: int, *, sync: bool = True) -> ts.Context:
+    """One TensorStore context per process: `threads` bounds copies and file operations at a time; files are
+    flushed to the device before a write counts as done when `sync` is true."""
+    return ts.Context(
+        {
+            "data_copy_concurrency": {"limit": threads},
+            "file_io_concurrency": {"limit": max(4, threads)},
+            "s3_request_concurrency": {"limit": 32},
+            "file_io_sync": sync,
+            "cache_pool": {"total_bytes_limit": 0},
+        }
+    )
+
+
+class Arrays:
+    """Open handles on the arrays of one `state/` tree. Handles are kept; usable from any thread of the process that
+    made it, never in a forked child (TensorStore aborts there)."""
+
+    def __init__(self, kvstore: Mapping[str, Any], prefix: str, catalogue: Catalogue, ctx: ts.Context) -> None:
+        """kvstore: TensorStore's description of the root; prefix: key of the state tree, ending in "/state/"."""
+        self._kvstore, self._prefix = dict(kvstore), prefix
+        self._catalogue, self._context = catalogue, ctx
+        self._open: dict[int, ts.TensorStore] = {}
+
+    def handle(self, number: int) -> ts.TensorStore:
+        """Handle of the array `number` of the catalogue. Writes store chunks that equal the fill value; reads of a
+        missing chunk fail."""
+        if number not in self._open:
+            self._open[number] = self._make(self._catalogue.arrays[number])
+        return self._open[number]
+
+    def _make(self, array: StoredArray) -> ts.TensorStore:
+        metadata = array_metadata(self._catalogue, array)
+        del metadata["attributes"]
+        where = self._prefix + array_folder(self._catalogue, array) + "/"
+        kvstore = self._kvstore | {"path": self._kvstore.get("path", "") + where}
+        spec = {
+            "driver": "zarr3",
+            "kvstore": kvstore,
+            "metadata": metadata,
+            "store_data_equal_to_fill_value": True,
+            "fill_missing_data_reads": False,
+            "recheck_cached_metadata": False,
+            "recheck_cached_data": False,
+        }
+        return ts.open(spec, open=True, assume_metadata=True, context=self._context).result()
+
+    def describe(self, number: int) -> str:
+        """Folder of an array, for messages."""
+        return self._prefix + array_folder(self._catalogue, self._catalogue.arrays[number])
+
+
+def read_error(error: Exception, where: str) -> CorruptCheckpoint | StoreError:
+    """What a failed TensorStore read means: missing or damaged bytes, or a store that cannot be reached."""
+    text = str(error).split(" [source locations")[0]
+    if any(word in text for word in ("NOT_FOUND", "DATA_LOSS", "OUT_OF_RANGE", "FAILED_PRECONDITION", "INVALID_ARGUMENT")):
+        return CorruptCheckpoint(f"{where}: a stored chunk is missing or damaged: {text}; load an older step")
+    return StoreError(f"{where}: reading failed: {text}")
