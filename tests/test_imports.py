@@ -44,9 +44,7 @@ def test_every_folder_is_a_declared_room() -> None:
 
 
 def test_every_folder_is_a_package() -> None:
-    missing = [
-        str(p.parent) for p in (ROOT / "ckpt").rglob("*.py") if not (p.parent / "__init__.py").exists()
-    ]
+    missing = [str(p.parent) for p in (ROOT / "ckpt").rglob("*.py") if not (p.parent / "__init__.py").exists()]
     assert missing == []
 
 

@@ -119,7 +119,9 @@ class Walker:
         """A plain value; on load it is put back into its container."""
         name = join(path)
         if put is None and self.known is not None:
-            raise Unsupported(f"{name}: a plain value inside a tuple or read-only mapping cannot be replaced; use a list")
+            raise Unsupported(
+                f"{name}: a plain value inside a tuple or read-only mapping cannot be replaced; use a list"
+            )
         self.captured.add_value(name, value, per_rank=per_rank)
         self.captured.appliers.append(lambda values: put(values[name]) if put and name in values else None)
 
@@ -200,7 +202,9 @@ def _declared(node: ShardedTensor, name: str) -> Placement:
     parts = []
     for offset, extent, inner in node.boxes:
         outer = Box(tuple(map(int, offset)), tuple(map(int, extent)))
-        if len(outer.extent) != len(node.global_shape) or any(s > n for s, n in zip(outer.stop, node.global_shape, strict=True)):
+        if len(outer.extent) != len(node.global_shape) or any(
+            s > n for s, n in zip(outer.stop, node.global_shape, strict=True)
+        ):
             raise StateMismatch(f"{name}: box {outer} leaves the global shape {list(node.global_shape)}")
         lead = len(outer.extent) - node.local.dim()
         parts.append((outer, Box(tuple(map(int, inner)), outer.extent[lead:])))

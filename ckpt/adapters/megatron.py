@@ -29,16 +29,19 @@ def is_megatron(module: nn.Module) -> bool:
 
 def unwrap(module: nn.Module) -> nn.Module:
     """The module inside Megatron's wrappers."""
-    while type(module).__module__.startswith("megatron.core") and isinstance(getattr(module, "module", None), nn.Module):
+    while type(module).__module__.startswith("megatron.core") and isinstance(
+        getattr(module, "module", None), nn.Module
+    ):
         module = module.module  # type: ignore[assignment]
     return module
 
 
 def capture(walker: Walker, module: nn.Module, path: tuple[Key, ...]) -> None:
-    """Captures a model chunk. Names are Megatron's checkpoint keys, with homogeneous layers stacked on a leading axis."""
+    """Captures a model chunk. Names are Megatron's keys; homogeneous layers are stacked on a leading axis."""
     from ckpt.adapters.capture import Named
 
-    for entry in _entries(unwrap(module).sharded_state_dict(metadata=_metadata())):
+    chunk: Any = unwrap(module)
+    for entry in _entries(chunk.sharded_state_dict(metadata=_metadata())):
         kind = type(entry).__name__
         if kind == "ShardedTensor":
             placement, local, key = _placement(entry, join(path)), entry.data, entry.key
@@ -105,7 +108,7 @@ def _view_box(base: torch.Tensor, view: torch.Tensor, where: str) -> Box:
     """Which box of a contiguous tensor a narrowed view of it is."""
     if not base.is_contiguous() or view.stride() != base.stride() or view.dim() != base.dim():
         raise Unsupported(f"{where}: a piece of a factory is not a plain part of the parameter")
-    rest = view.storage_offset() - base.storage_offset()
+    rest = int(view.storage_offset()) - int(base.storage_offset())
     offset = []
     for stride in base.stride():
         at, rest = divmod(rest, stride)

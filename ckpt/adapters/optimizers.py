@@ -33,8 +33,8 @@ def capture(walker: Walker, optimizer: torch.optim.Optimizer, path: tuple[Key, .
             named = walker.parameters.get(id(parameter))
             if named is None:
                 raise StateMismatch(
-                    f"{where}: a parameter of shape {list(parameter.shape)} in group {number} belongs to no module of the "
-                    "state; add the model to the state"
+                    f"{where}: a parameter of shape {list(parameter.shape)} in group {number} belongs to no module of "
+                    "the state; add the model to the state"
                 )
             _state(walker, optimizer, group, parameter, named, path)
         _group(walker, group, path)
@@ -67,9 +67,7 @@ def _setter(state: dict[Any, Any], key: Any):  # type: ignore[no-untyped-def]
     return put
 
 
-def _tensor(
-    walker: Walker, value: torch.Tensor, parameter: torch.Tensor, named: Named, at: tuple[Key, ...]
-) -> None:
+def _tensor(walker: Walker, value: torch.Tensor, parameter: torch.Tensor, named: Named, at: tuple[Key, ...]) -> None:
     if value.shape == parameter.shape:
         local = dtensors.local_of(value, join(at))[0] if dtensors.is_dtensor(value) else value
         walker.tensor(local, at, named.placement)

@@ -40,7 +40,10 @@ class Comm:
         if self.world == 1:
             return
         self._group = dist.new_group(
-            ranks, backend="gloo", timeout=timedelta(seconds=timeout), use_local_synchronization=process_group is not None
+            ranks,
+            backend="gloo",
+            timeout=timedelta(seconds=timeout),
+            use_local_synchronization=process_group is not None,
         )
         prefix = f"ckpt/{self._group.group_name}"
         self._store = dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store())
@@ -109,25 +112,30 @@ class Comm:
         if self._group is None:
             self._check()
             return data or b""
+        root = dist.get_global_rank(self._group, 0)
         size = torch.tensor([len(data or b"")])
-        self._wait(lambda: dist.broadcast(size, dist.get_global_rank(self._group, 0), self._group, True), what)
+        self._wait(lambda: dist.broadcast(size, root, group=self._group, async_op=True), what)
         buffer = torch.zeros(int(size), dtype=torch.uint8)
         if data:
             buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
         if int(size):
-            self._wait(lambda: dist.broadcast(buffer, dist.get_global_rank(self._group, 0), self._group, True), what)
+            self._wait(lambda: dist.broadcast(buffer, root, group=self._group, async_op=True), what)
         return buffer.numpy().tobytes()
 
     def exchange(
-        self, send: torch.Tensor, sent: Sequence[int], receive: torch.Tensor, received: Sequence[int], what: str
+        self,
+        send: torch.Tensor,
+        sent: Sequence[int],
+        receive: torch.Tensor,
+        received: Sequence[int],
+        what: str,
     ) -> None:
-        """All to all: `sent[r]` bytes of `send` (uint8, in rank order) go to rank r, `received[r]` bytes come from it."""
+        """All to all: `sent[r]` bytes of `send` (uint8, in rank order) go to rank r, `received[r]` bytes come back."""
         if self._group is None:
             self._check()
             return
-        self._wait(
-            lambda: dist.all_to_all_single(receive, send, list(received), list(sent), self._group, True), what
-        )
+        splits = {"output_split_sizes": list(received), "input_split_sizes": list(sent)}
+        self._wait(lambda: dist.all_to_all_single(receive, send, **splits, group=self._group, async_op=True), what)
 
     def _wait(self, begin, what: str) -> None:  # type: ignore[no-untyped-def]
         self._check()

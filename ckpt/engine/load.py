@@ -28,7 +28,7 @@ from ckpt.store.commit import held_digests
 
 @dataclass(frozen=True)
 class Loaded:
-    """Outcome of a load: bytes of the whole state as stored, tensors and values loaded, seconds in all and per phase."""
+    """Outcome of a load: bytes of the whole state as stored, tensors and values loaded, seconds, also per phase."""
 
     bytes: int
     tensors: int
@@ -100,8 +100,21 @@ def load(
             "load again, or an older step, before training or saving"
         ) from error
     return Loaded(
-        opened.manifest.nbytes, len(job.fill), len(captured.values), verify, phases.total, phases.seconds, job.plan.summary()
+        opened.manifest.nbytes,
+        len(job.fill),
+        len(captured.values),
+        verify,
+        phases.total,
+        phases.seconds,
+        job.plan.summary(),
     )
+
+
+def _copies(target: Target) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Every live view that a load will write, with a copy of what it holds now."""
+    views = [s.view for tensors in target.tensors.values() for t in tensors for s in t.shards]
+    views += [s.view for tensor, _ in target.casts for s in tensor.shards]
+    return [(v, v.clone()) for v in views]
 
 
 def _own_values(
@@ -225,7 +238,11 @@ def _opaque(found: Any, itemsize: int) -> torch.Tensor:
 
 
 def _outgoing(
-    moves: Sequence[Move], buffers: Mapping[int, torch.Tensor], units: Sequence[Unit], catalogue: Catalogue, rank: int
+    moves: Sequence[Move],
+    buffers: Mapping[int, torch.Tensor],
+    units: Sequence[Unit],
+    catalogue: Catalogue,
+    rank: int,
 ) -> Iterator[tuple[Move, torch.Tensor]]:
     for move in moves:
         if move.source == rank:
@@ -255,7 +272,9 @@ def _verify(job: _Job) -> None:
                 if found.setdefault(box, digest) != digest:
                     raise CorruptCheckpoint(f"{name}: two places in memory differ in {box} after loading")
             held[name] = list(found.items())
-        document = canonical_json({n: [[list(b.offset), list(b.extent), list(d)] for b, d in x] for n, x in held.items()})
+        document = canonical_json(
+            {n: [[list(b.offset), list(b.extent), list(d)] for b, d in x] for n, x in held.items()}
+        )
     everybody = comm.all_gather(document, "load: digests")
     with comm.phase("load: compare digests"):
         if comm.rank == 0:
@@ -272,8 +291,6 @@ def _compare(manifest: Any, everybody: Sequence[Mapping[str, Any]]) -> None:
     for spec, digest in zip(manifest.catalogue.tensors, manifest.digests, strict=True):
         if spec.name in found and found[spec.name] != digest:
             raise CorruptCheckpoint(
-                f"{spec.name}: the fingerprint of the loaded tensor is not the saved one: stored bytes were swapped, or "
-                "memory or the exchange is faulty; load again, or an older step"
+                f"{spec.name}: the fingerprint of the loaded tensor is not the saved one: stored bytes were swapped, "
+                "or memory or the exchange is faulty; load again, or an older step"
             )
-
-

@@ -25,7 +25,13 @@ class Union:
 def declare_tensors(captured: Captured) -> bytes:
     """What a rank tells the others about its tensors: names, dtypes, shapes, boxes, ties; never the bits."""
     rows = [
-        [t.spec.name, t.spec.dtype, list(t.spec.shape), t.spec.stack, [[list(s.box.offset), list(s.box.extent)] for s in t.shards]]
+        [
+            t.spec.name,
+            t.spec.dtype,
+            list(t.spec.shape),
+            t.spec.stack,
+            [[list(s.box.offset), list(s.box.extent)] for s in t.shards],
+        ]
         for t in captured.tensors.values()
     ]
     return canonical_json([rows, captured.aliases])

@@ -75,7 +75,10 @@ class Mover:
                 size = move.link.box.volume * self._itemsizes[move.link.tensor]
                 place = self._receive[at[move.source] : at[move.source] + size]
                 at[move.source] += self._nbytes(move)
-                yield move, place.view(opaque(self._itemsizes[move.link.tensor])).reshape(move.link.box.extent)
+                yield (
+                    move,
+                    place.view(opaque(self._itemsizes[move.link.tensor])).reshape(move.link.box.extent),
+                )
 
     def _nbytes(self, move: Move) -> int:
         """Room for a move: a multiple of 16, so that the next one is aligned for any item size."""

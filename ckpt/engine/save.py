@@ -98,7 +98,15 @@ def save(
     with phases("intent"):
         ids = comm.broadcast(secrets.token_hex(16).encode() if comm.rank == 0 else None, "save: attempt id")
         intent = Intent(
-            claim, ids.decode(), step, parent, comm.world, digest, union.catalogue.tensors, union.aliases, values
+            claim,
+            ids.decode(),
+            step,
+            parent,
+            comm.world,
+            digest,
+            union.catalogue.tensors,
+            union.aliases,
+            values,
         )
         job = _Job(session, captured, union, plan, intent, per_rank, attempt_prefix(claim, intent.attempt))
         run = _begin(job, layout)
@@ -151,7 +159,9 @@ def _digest(session: Session, captured: Captured, union: Union) -> Held:
     comm = session.comm
     with comm.phase("save: digest"):
         held = digests_of(captured)
-        document = canonical_json({n: [[list(b.offset), list(b.extent), list(d)] for b, d in x] for n, x in held.items()})
+        document = canonical_json(
+            {n: [[list(b.offset), list(b.extent), list(d)] for b, d in x] for n, x in held.items()}
+        )
     everybody = comm.all_gather(document, "save: digests")
     with comm.phase("save: compare replicas"):
         if comm.rank == 0:
@@ -197,7 +207,11 @@ def _provenance(intent: Intent, layout: Layout | None) -> Json:
         "pid": os.getpid(),
         "world": intent.world,
         "layout": layout_document(layout),
-        "versions": {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__},
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "numpy": np.__version__,
+        },
     }
 
 
@@ -326,7 +340,7 @@ def _exchange_receipts(
 
 def _commit(job: _Job, receipts: Sequence[bytes], run: bytes) -> Record:
     """Rank 0 commits; where it dies while it does, each other rank tries in turn before it reports the failure."""
-    session, comm = job.session, job.session.comm
+    comm = job.session.comm
     record: Record | None = None
     try:
         with comm.phase("save: commit"):

@@ -74,5 +74,3 @@ class InFlight:
         nbytes, finish = self._queue.pop(0)
         self._held -= nbytes
         finish()
-
-

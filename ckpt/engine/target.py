@@ -88,7 +88,7 @@ def _check_tie(name: str, own: str, kept: Mapping[str, str], opened: Opened) -> 
     digests = dict(zip((t.name for t in opened.manifest.catalogue.tensors), opened.manifest.digests, strict=True))
     if own not in kept or digests[kept[own]] != digests[kept[name]]:
         raise StateMismatch(
-            f"{name}: shares its memory with {own} here, but the checkpoint holds different bits for the two; untie them"
+            f"{name}: shares its memory with {own} here, but the checkpoint has different bits for the two; untie them"
         )
 
 
@@ -107,7 +107,9 @@ def apply_casts(target: Target) -> None:
             into.view.view(own).copy_(source.view.view(saved))
 
 
-def wanted_by_all(union: Union, opened: Opened, valued: Sequence[Iterable[str]], options: Options) -> dict[int, Holdings]:
+def wanted_by_all(
+    union: Union, opened: Opened, valued: Sequence[Iterable[str]], options: Options
+) -> dict[int, Holdings]:
     """What the whole job wants, by index into the checkpoint's catalogue; raises StateMismatch for a tensor or value of
     the checkpoint that no rank wants, or a tensor that the ranks together do not want exactly once."""
     found = {}

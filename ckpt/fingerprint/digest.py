@@ -107,9 +107,9 @@ def _split_long_axes(box: Box, shape: Index, itemsize: int) -> Iterator[tuple[Bo
         unit = per_word if axis == len(shape) - 1 else 1
         choices.append(list(_axis_parts(axis, offset, offset + extent, size, unit)))
     for chosen in itertools.product(*choices):
-        offset = tuple(start for start, _, _ in chosen)
-        extent = tuple(stop - start for start, stop, _ in chosen)
-        yield Box(offset, extent), [runs for _, _, runs in chosen]
+        first = tuple(start for start, _, _ in chosen)
+        held = tuple(stop - start for start, stop, _ in chosen)
+        yield Box(first, held), [runs for _, _, runs in chosen]
 
 
 def _axis_parts(
@@ -168,7 +168,12 @@ def _merge(digits: list[Digits]) -> list[Digits]:
 
 
 def _rows_times_columns(
-    view: torch.Tensor, rows: tuple[Digits, ...], columns: tuple[Digits, ...], lead: int, row_bytes: int, unit: int
+    view: torch.Tensor,
+    rows: tuple[Digits, ...],
+    columns: tuple[Digits, ...],
+    lead: int,
+    row_bytes: int,
+    unit: int,
 ) -> np.ndarray:
     width = row_bytes if len(columns) == 1 else 4 * math.prod(c.size for c in columns)
     weights = product(rows)

@@ -57,8 +57,7 @@ class Holdings:
         last = np.minimum(hi, np.array(box.stop, dtype=np.int64))
         hits = np.flatnonzero((last > first).all(axis=1))
         return [
-            (Box(tuple(first[i].tolist()), tuple((last[i] - first[i]).tolist())), self.ranks[i])
-            for i in hits.tolist()
+            (Box(tuple(first[i].tolist()), tuple((last[i] - first[i]).tolist())), self.ranks[i]) for i in hits.tolist()
         ]
 
     def check_cover(self, name: str, shape: Index) -> None:

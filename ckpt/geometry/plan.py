@@ -78,8 +78,8 @@ class Plan:
         share = 100 * self.moved / total if total else 0.0
         busiest = max(self.owned) if self.owned else 0
         return (
-            f"{total / 2**20:.1f} MiB in {len(self.rounds)} rounds, {self.moved / 2**20:.1f} MiB moved ({share:.0f} %), "
-            f"at most {busiest / 2**20:.1f} MiB on one rank"
+            f"{total / 2**20:.1f} MiB in {len(self.rounds)} rounds, {self.moved / 2**20:.1f} MiB moved "
+            f"({share:.0f} %), at most {busiest / 2**20:.1f} MiB on one rank"
         )
 
 
@@ -93,9 +93,7 @@ def write_plan(catalogue: Catalogue, held: Sequence[Holdings], world: int, budge
     return _plan(catalogue, held, world, budget, split=False, links=_sources)
 
 
-def read_plan(
-    catalogue: Catalogue, wanted: Mapping[int, Holdings], world: int, budget: int
-) -> Plan:
+def read_plan(catalogue: Catalogue, wanted: Mapping[int, Holdings], world: int, budget: int) -> Plan:
     """Reads every needed stored byte once: an object that one rank wants whole is read by such a rank, others
     chunk by chunk by the rank that wants most of the chunk; ties go to the one with least to read.
 

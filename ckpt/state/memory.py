@@ -19,8 +19,8 @@ def check_disjoint(views: Sequence[tuple[str, torch.Tensor]]) -> None:
     by_storage: dict[tuple[torch.device, int], list[tuple[int, int, str, torch.Tensor]]] = defaultdict(list)
     for name, view in views:
         if view.numel() and view.device.type != "meta":
-            first = view.storage_offset() * view.element_size()
-            reach = sum((n - 1) * s for n, s in zip(view.shape, view.stride(), strict=True)) + 1
+            first = int(view.storage_offset()) * view.element_size()
+            reach = sum((n - 1) * int(s) for n, s in zip(view.shape, view.stride(), strict=True)) + 1
             key = (view.device, view.untyped_storage().data_ptr())
             by_storage[key].append((first, first + reach * view.element_size(), name, view))
     for spans in by_storage.values():

@@ -84,9 +84,7 @@ def object_key(catalogue: Catalogue, stored: StoredObject) -> str:
 def expected_objects(catalogue: Catalogue) -> dict[str, int]:
     """Every data object of the state tree, by key below `state/`, with its exact size in bytes."""
     return {
-        object_key(catalogue, o): catalogue.arrays[o.array].grid.object_bytes(
-            o.box, catalogue.arrays[o.array].itemsize
-        )
+        object_key(catalogue, o): catalogue.arrays[o.array].grid.object_bytes(o.box, catalogue.arrays[o.array].itemsize)
         for o in catalogue.objects()
     }
 
@@ -146,6 +144,8 @@ class Arrays:
 def read_error(error: Exception, where: str) -> CorruptCheckpoint | StoreError:
     """What a failed TensorStore read means: missing or damaged bytes, or a store that cannot be reached."""
     text = str(error).split(" [source locations")[0]
-    if any(word in text for word in ("NOT_FOUND", "DATA_LOSS", "OUT_OF_RANGE", "FAILED_PRECONDITION", "INVALID_ARGUMENT")):
+    if any(
+        word in text for word in ("NOT_FOUND", "DATA_LOSS", "OUT_OF_RANGE", "FAILED_PRECONDITION", "INVALID_ARGUMENT")
+    ):
         return CorruptCheckpoint(f"{where}: a stored chunk is missing or damaged: {text}; load an older step")
     return StoreError(f"{where}: reading failed: {text}")

@@ -62,9 +62,7 @@ def assemble(intent: Intent, receipts: Sequence[Receipt], run: bytes, url: str) 
     return Sealed(manifest, ranks, document)
 
 
-def held_digests(
-    catalogue: Catalogue, held: Mapping[int, Mapping[str, list[tuple[Box, Digest]]]]
-) -> dict[str, Digest]:
+def held_digests(catalogue: Catalogue, held: Mapping[int, Mapping[str, list[tuple[Box, Digest]]]]) -> dict[str, Digest]:
     """Digest of each tensor from the digests of the boxes that ranks hold. Replicas must agree, and the distinct
     boxes must cover the tensor exactly. Raises StateMismatch naming the tensor and the ranks."""
     found: dict[str, list[tuple[int, Box, Digest]]] = defaultdict(list)
@@ -89,9 +87,7 @@ def held_digests(
     return digests
 
 
-def _check_written(
-    catalogue: Catalogue, digests: Mapping[str, Digest], receipts: Sequence[Receipt], url: str
-) -> None:
+def _check_written(catalogue: Catalogue, digests: Mapping[str, Digest], receipts: Sequence[Receipt], url: str) -> None:
     objects = sorted(o for r in receipts for o in r.objects)
     if objects != sorted((o.array, o.index) for o in catalogue.objects()):
         raise CorruptCheckpoint(f"{url}: the receipts do not name every stored object exactly once")

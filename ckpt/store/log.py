@@ -189,8 +189,7 @@ def check_format(document: dict[str, Any], where: str) -> None:
     """Raises CkptError for a format version that this ckpt does not read."""
     if document.get("format") != FORMAT:
         raise CkptError(
-            f"{where}: format version {document.get('format')!r}; this ckpt reads version {FORMAT}: "
-            "use a newer ckpt"
+            f"{where}: format version {document.get('format')!r}; this ckpt reads version {FORMAT}: use a newer ckpt"
         )
 
 

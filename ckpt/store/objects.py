@@ -121,9 +121,7 @@ def split_s3(url: str) -> tuple[str, str]:
     bucket, _, prefix = split_url(url)[1].partition("/")
     prefix = prefix.strip("/")
     if not bucket or "?" in prefix or "#" in prefix:
-        raise StoreError(
-            f"{url}: not an S3 root; write s3://bucket/prefix, and give settings in storage_options"
-        )
+        raise StoreError(f"{url}: not an S3 root; write s3://bucket/prefix, and give settings in storage_options")
     check_prefix(url, prefix)
     return bucket, prefix
 
@@ -233,7 +231,5 @@ def _credentials_file(access: str, secret: str, token: str | None) -> int:
     if any(value.split() != [value] for value in fields.values()):
         raise StoreError("storage_options: a key is empty or holds white space; give it as it was issued")
     handle = os.memfd_create("ckpt-credentials")
-    os.write(
-        handle, "\n".join(["[ckpt]", *(f"{name} = {value}" for name, value in fields.items()), ""]).encode()
-    )
+    os.write(handle, "\n".join(["[ckpt]", *(f"{name} = {value}" for name, value in fields.items()), ""]).encode())
     return handle

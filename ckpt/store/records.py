@@ -62,7 +62,15 @@ class Intent:
         try:
             tensors = tuple(_spec(*row, where=where) for row in d["tensors"])
             return Intent(
-                d["claim"], d["attempt"], d["step"], d["parent"], d["world"], d["plan"], tensors, d["aliases"], d["values"]
+                d["claim"],
+                d["attempt"],
+                d["step"],
+                d["parent"],
+                d["world"],
+                d["plan"],
+                tensors,
+                d["aliases"],
+                d["values"],
             )
         except (KeyError, TypeError, ValueError) as error:
             raise CorruptCheckpoint(f"{where}: malformed intent: {error!r}") from None
@@ -124,7 +132,10 @@ class Manifest:
 
     @staticmethod
     def of(
-        catalogue: Catalogue, digests: Mapping[str, Digest], aliases: Mapping[str, str], values: Mapping[str, Json]
+        catalogue: Catalogue,
+        digests: Mapping[str, Digest],
+        aliases: Mapping[str, str],
+        values: Mapping[str, Json],
     ) -> Manifest:
         """Computes the state id; a tied tensor counts under each of its names."""
         specs = {t.name: t for t in catalogue.tensors}

@@ -72,9 +72,7 @@ def s3_settings(storage_options: Options = None) -> S3Settings:
             raise StoreError(f"storage_options: {name} is a {type(value).__name__}; give a {kind.__name__}")
     keys = [options.get(name) for name in ("access_key", "secret_key")]
     if (keys[0] is None) != (keys[1] is None) or ("session_token" in options and not keys[0]):
-        raise StoreError(
-            "storage_options: half of a key pair; give both access_key and secret_key, or neither"
-        )
+        raise StoreError("storage_options: half of a key pair; give both access_key and secret_key, or neither")
     if sum((keys[0] is not None, "profile" in options, bool(options.get("anonymous")))) > 1:
         raise StoreError("storage_options: access_key, profile and anonymous exclude each other; give one")
     endpoint, region = options.get("endpoint"), options.get("region")
@@ -122,9 +120,7 @@ class S3Store:
         check_key(self.url, key)
 
         def request(s3: Any) -> bytes:
-            with contextlib.closing(
-                s3.get_object(Bucket=self._bucket, Key=self._start + key)["Body"]
-            ) as body:
+            with contextlib.closing(s3.get_object(Bucket=self._bucket, Key=self._start + key)["Body"]) as body:
                 data: bytes = body.read()
             return data
 
@@ -242,9 +238,7 @@ class S3Store:
         if code == "NoSuchBucket":
             remedy = f"create the bucket {self._bucket}, or correct the URL or the endpoint ({at})"
         elif _status(error) in (401, 403):
-            remedy = (
-                f"check the keys or profile in use at {at}, and that they may Get, Put, List and Delete there"
-            )
+            remedy = f"check the keys or profile in use at {at}, and that they may Get, Put, List and Delete there"
         elif _status(error) in (301, 307) or code == "AuthorizationHeaderMalformed":
             remedy = f"set the bucket's own region (now {self._settings['region']}) or endpoint"
         elif _status(error) == 501:
@@ -339,6 +333,4 @@ class FsspecStore:
             raise NotFound(f"{where}: not found; check the name, or list what is there") from error
         except Exception as error:  # each driver has its own kinds
             said = f"{type(error).__name__}: {error}"
-            raise StoreError(
-                f"{where}: cannot {doing}: {said}; check storage_options and the service"
-            ) from error
+            raise StoreError(f"{where}: cannot {doing}: {said}; check storage_options and the service") from error

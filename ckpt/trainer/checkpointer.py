@@ -125,7 +125,13 @@ class Checkpointer:
             captured = capture(state)
         claim = self._claimed()
         done = saving.save(
-            self._session, self._cache, captured, claim=claim, parent=self._base, step=step, layout=self.layout
+            self._session,
+            self._cache,
+            captured,
+            claim=claim,
+            parent=self._base,
+            step=step,
+            layout=self.layout,
         )
         self._base = done.record.number
         state_id = str(done.record.document["state_id"])

@@ -92,9 +92,7 @@ def _check_here(size: GptSize, seed: int) -> set[str]:
 @pytest.mark.ranks
 @pytest.mark.parametrize("size", [DENSE, GROUPED], ids=["gated", "grouped-tied"])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_dense_model_matches_megatron(
-    crew: Crew, size: GptSize, layout: tuple[int, int, int, int, None]
-) -> None:
+def test_dense_model_matches_megatron(crew: Crew, size: GptSize, layout: tuple[int, int, int, int, None]) -> None:
     held = crew.run(_check, size, layout)
     assert set().union(*held) == set(full_tensors(size))
 
@@ -151,9 +149,7 @@ def test_gated_and_fused_cuts_by_hand() -> None:
 
     fc1 = full["decoder.layers.mlp.linear_fc1.weight"][1]  # rows 0-3 are the gate, 4-7 are up
     assert raw_bytes(second["decoder.layers.1.mlp.linear_fc1.weight"]) == raw_bytes(fc1[[2, 3, 6, 7]])
-    qkv = full["decoder.layers.self_attention.linear_qkv.weight"][
-        0
-    ]  # group: 2 queries, key, value, 2 rows each
+    qkv = full["decoder.layers.self_attention.linear_qkv.weight"][0]  # group: 2 queries, key, value, 2 rows each
     assert raw_bytes(second["decoder.layers.0.self_attention.linear_qkv.weight"]) == raw_bytes(qkv[8:16])
     fc2 = full["decoder.layers.mlp.linear_fc2.weight"][0]
     assert raw_bytes(second["decoder.layers.0.mlp.linear_fc2.weight"]) == raw_bytes(fc2[:, 2:4])

@@ -133,9 +133,7 @@ def test_files_that_are_no_keys_are_not_listed(store: ObjectStore, raw: Raw) -> 
     assert store.create("log/2.json", b"2")
 
 
-@pytest.mark.parametrize(
-    "key", ["", "/a", "a/", "a//b", "..", "a/../b", ".", "./a", "a\0b", ".a", "a/.b", "\ud800"]
-)
+@pytest.mark.parametrize("key", ["", "/a", "a/", "a//b", "..", "a/../b", ".", "./a", "a\0b", ".a", "a/.b", "\ud800"])
 def test_bad_keys_are_refused_by_every_verb(store: ObjectStore, key: str) -> None:
     verbs: list[Callable[[], object]] = [
         lambda: store.get(key),
@@ -294,9 +292,7 @@ def test_a_failed_write_leaves_the_old_object(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("code", sorted(posix.NO_LINK))
-def test_without_hard_links_create_refuses(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
-) -> None:
+def test_without_hard_links_create_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
     def no_link(old: str, new: str) -> None:
         raise OSError(code, os.strerror(code))
 
@@ -544,9 +540,7 @@ def test_contradictory_settings_are_refused(
 def test_a_profile_brings_its_endpoint_and_region(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
-    (tmp_path / "config").write_text(
-        "[profile lab]\nregion = here-1\nendpoint_url = https://s3.lab.example/\n"
-    )
+    (tmp_path / "config").write_text("[profile lab]\nregion = here-1\nendpoint_url = https://s3.lab.example/\n")
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
     settings = s3_settings({"profile": "lab"})
     assert (settings["endpoint"], settings["region"]) == ("https://s3.lab.example", "here-1")

@@ -202,9 +202,7 @@ class Crew:
         try:
             outcome = pickle.loads(reply)
         except Exception as error:
-            return Outcome(
-                rank, seconds, None, type(error).__name__, f"the result does not unpickle: {error}"
-            )
+            return Outcome(rank, seconds, None, type(error).__name__, f"the result does not unpickle: {error}")
         assert isinstance(outcome, Outcome)
         return replace(outcome, seconds=seconds)
 
@@ -250,9 +248,7 @@ class Crew:
             self._cleanup()
 
 
-def _end(
-    processes: list[SpawnProcess], pipes: list[Connection], scratch: tempfile.TemporaryDirectory[str]
-) -> None:
+def _end(processes: list[SpawnProcess], pipes: list[Connection], scratch: tempfile.TemporaryDirectory[str]) -> None:
     """Kills what is still there, with all that it started itself, and tidies up."""
     for process in processes:
         if process.is_alive():

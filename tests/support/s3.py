@@ -179,9 +179,7 @@ class S3Server:
         try:
             while True:
                 if process.poll() is not None:
-                    raise RuntimeError(
-                        f"the S3 server ended with code {process.returncode}:\n{self.log()[-4000:]}"
-                    )
+                    raise RuntimeError(f"the S3 server ended with code {process.returncode}:\n{self.log()[-4000:]}")
                 try:
                     client.head_bucket(Bucket=BUCKET)
                     client.put_object(Bucket=BUCKET, Key="probe", Body=b"ready")
@@ -190,9 +188,7 @@ class S3Server:
                         return
                 except (BotoCoreError, ClientError) as error:
                     if time.monotonic() > deadline:
-                        raise RuntimeError(
-                            f"the S3 server did not get ready:\n{self.log()[-4000:]}"
-                        ) from error
+                        raise RuntimeError(f"the S3 server did not get ready:\n{self.log()[-4000:]}") from error
                 time.sleep(0.1)
         finally:
             client.close()

@@ -103,9 +103,7 @@ def _rules(size: GptSize) -> list[_Rule]:
 
     def linear(name: str, out: int, into: int, cut: str) -> None:
         layer(f"{name}.weight", f"{name}.weight", (out, into), cut)
-        if (
-            bias
-        ):  # that of a linear cut by columns is added after the sum over TP, so it is whole on every rank
+        if bias:  # that of a linear cut by columns is added after the sum over TP, so it is whole on every rank
             layer(f"{name}.bias", f"{name}.bias", (out,), "whole" if cut == "columns" else cut)
 
     def norm(name: str, local: str) -> None:
@@ -233,9 +231,7 @@ def cut_local(size: GptSize, place: Place, full: Mapping[str, torch.Tensor]) -> 
 # --- The model ---
 
 
-def initialize(
-    tp: int = 1, pp: int = 1, dp: int = 1, ep: int = 1, seed: int = 1, etp: int | None = None
-) -> None:
+def initialize(tp: int = 1, pp: int = 1, dp: int = 1, ep: int = 1, seed: int = 1, etp: int | None = None) -> None:
     """Set Megatron's parallel state up over the gloo world, which must have tp x pp x dp ranks.
 
     Needs `megatron_on_cpu()`. Experts are cut by `etp`, which is `tp` unless given; etp x ep must divide
