@@ -269,7 +269,7 @@ def kill_in_mid_save(job: Job, store: Store, before: set[str]) -> str | None:
             job.signal(signal.SIGKILL)
             return f"{len(data)} data objects, {len(receipts)} of {job.shape.world} receipts, no commit"
         job.signal(signal.SIGCONT)
-        time.sleep(0.005)
+        time.sleep(0.03)
 
 
 def _attempt(key: str) -> str:
@@ -306,14 +306,12 @@ class Story:
                     self.trained(event)
                 elif kind == "saving" and kill and event["step"] >= KILL_FROM:
                     left = kill_in_mid_save(job, self.store, before)
-                    before = {_attempt(key) for key in self.store.keys("attempts")}
                     if left is not None:
                         text = f"{shape.world} processes killed with SIGKILL in mid-save: {left}"
                         self.row(event["step"], shape, "-", self.losses[event["step"]], text)
                         return
-                elif kind == "saving":
-                    before = {_attempt(key) for key in self.store.keys("attempts")}
                 elif kind == "saved":
+                    before = {_attempt(key) for key in self.store.keys("attempts")}
                     self.saved[event["step"]] = event
                     self.row(event["step"], shape, event["state_id"], event["loss"], f"saved {_size(event)}")
                 elif kind == "done":

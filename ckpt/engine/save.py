@@ -23,7 +23,7 @@ import torch
 
 from ckpt.engine.merge import Union, check_cover, declare_tensors, encode_values, union_of, union_of_values
 from ckpt.engine.mover import Move, Mover, by_unit, gather_box, held_parts, part_of, write_moves
-from ckpt.engine.session import InFlight, Phases, Session
+from ckpt.engine.session import Buffers, InFlight, Phases, Session
 from ckpt.errors import CkptError, RankFailed, StateMismatch, StoreError
 from ckpt.fingerprint import ZERO, Digest, add, box_digest
 from ckpt.geometry import Box, Layout, Plan, Unit, write_plan
@@ -230,7 +230,7 @@ def _write(job: _Job) -> tuple[dict[str, Digest], list[tuple[int, tuple[int, ...
     rank = session.comm.rank
     arrays = Arrays(session.kvstore, job.prefix + "state/", catalogue, session.context)
     mover = Mover(session.comm, [t.itemsize for t in catalogue.tensors])
-    flight = InFlight(2 * session.budget)
+    buffers, flight = Buffers(), InFlight(2 * session.budget)
     written: dict[str, Digest] = defaultdict(lambda: ZERO)
     objects: list[tuple[int, tuple[int, ...]]] = []
     failure: BaseException | None = None
@@ -242,7 +242,7 @@ def _write(job: _Job) -> tuple[dict[str, Digest], list[tuple[int, tuple[int, ...
         try:
             for number, unit in enumerate(units):
                 if unit.owner == rank:
-                    _write_unit(job, arrays, flight, unit, incoming.get(number, ()), written)
+                    _write_unit(job, arrays, buffers, flight, unit, incoming.get(number, ()), written)
                     objects.append((unit.array, unit.index))
                     if len(objects) == 1:
                         session.faults("save.object")
@@ -268,6 +268,7 @@ def _outgoing(job: _Job, moves: Sequence[Move]) -> Iterator[tuple[Move, torch.Te
 def _write_unit(
     job: _Job,
     arrays: Arrays,
+    buffers: Buffers,
     flight: InFlight,
     unit: Unit,
     incoming: Iterable[tuple[Any, torch.Tensor]],
@@ -276,8 +277,10 @@ def _write_unit(
     """Assembles one stored object in a private buffer, digests it, and starts to write it."""
     catalogue = job.union.catalogue
     array = catalogue.arrays[unit.array]
-    make = torch.zeros if array.packed else torch.empty
-    buffer = make(unit.box.extent, dtype=opaque(array.itemsize))
+    staging = buffers.take(unit.nbytes)
+    if array.packed:
+        staging.zero_()
+    buffer = staging.view(opaque(array.itemsize)).reshape(unit.box.extent)
     for link, elements in incoming:
         part_of(buffer, link, array.packed).copy_(elements)
     for link in unit.links:
@@ -294,7 +297,12 @@ def _write_unit(
     handle = arrays.handle(unit.array)[tuple(slice(o, s) for o, s in zip(unit.box.offset, unit.box.stop, strict=True))]
     future = handle.write(values, can_reference_source_data_indefinitely=True)
     where = arrays.describe(unit.array)
-    flight.add(unit.nbytes, lambda: _finish_write(future.commit, where))
+
+    def finish() -> None:
+        _finish_write(future.commit, where)
+        buffers.give(staging)
+
+    flight.add(unit.nbytes, finish)
 
 
 def _pieces(unit: Unit, buffer: torch.Tensor, packed: bool) -> Iterator[tuple[int, Box, torch.Tensor]]:

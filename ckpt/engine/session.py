@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import tensorstore as ts
+import torch
 
 from ckpt.engine.comm import Comm
 from ckpt.engine.faults import FaultPoint, no_faults
@@ -50,6 +51,24 @@ class Phases:
     @property
     def total(self) -> float:
         return time.perf_counter() - self._begin
+
+
+class Buffers:
+    """Host buffers that are used again: fresh memory costs a page fault for every 4 KiB."""
+
+    def __init__(self) -> None:
+        self._free: list[torch.Tensor] = []
+
+    def take(self, nbytes: int) -> torch.Tensor:
+        """A buffer of exactly this many bytes (uint8), with any content."""
+        fitting = [i for i, b in enumerate(self._free) if nbytes <= b.numel() <= 2 * nbytes]
+        whole = self._free.pop(fitting[0]) if fitting else torch.empty(nbytes, dtype=torch.uint8)
+        return whole[:nbytes]
+
+    def give(self, buffer: torch.Tensor) -> None:
+        """Hands a buffer back; nothing may refer to it any more."""
+        base = buffer._base
+        self._free.append(buffer if base is None else base)
 
 
 @dataclass

@@ -184,10 +184,13 @@ def _rows_times_columns(
     for _, entry in tables:
         constant = field.multiply(entry.byte_sum, np.array(128, dtype=np.uint64))
         sums = field.reduce(sums + field.multiply(field.reduce(constant + entry.unit_sum), row_sum))
+    scratch = torch.empty(0, dtype=torch.uint8)
     for first, block in _row_blocks(view, weights.shape[1], width):
+        if scratch.numel() == 0:
+            scratch = torch.empty(len(block) * max(len(entry.digits) for _, entry in tables), dtype=torch.uint8)
         factor = weights[:, first : first + len(block)]
         for at, entry in tables:
-            found = bytedot.byte_dot(block[:, at : at + len(entry.digits)], entry.digits)
+            found = bytedot.byte_dot(block[:, at : at + len(entry.digits)], entry.digits, scratch)
             sums = field.reduce(sums + field.total(field.multiply(found, factor)))
     return sums
 

@@ -33,22 +33,35 @@ def digit_table(coefficients: U64) -> torch.Tensor:
     return torch.from_numpy(table.reshape(n, 2 * DIGITS))
 
 
-def byte_dot(rows: torch.Tensor, table: torch.Tensor) -> U64:
+def byte_dot(rows: torch.Tensor, table: torch.Tensor, scratch: torch.Tensor | None = None) -> U64:
     """For each row, sum over its bytes of (byte - 128) times the byte's coefficient, modulo p.
 
-    rows: uint8 [r, n] on the CPU, n at most 2^17; table: int8 [n, 18] of `digit_table`. Returns uint64 [2, r].
+    rows: uint8 [r, n] on the CPU, n at most 2^17; table: int8 [n, 18] of `digit_table`; scratch: uint8 memory of at
+    least r * n bytes to work in, so that a caller of many products pays for it once. Returns uint64 [2, r].
     The caller adds 128 times the sum of the coefficients, which depends on geometry alone.
     """
-    signed = torch.bitwise_xor(rows, 0x80).view(torch.int8)
+    if scratch is None:
+        scratch = torch.empty(rows.numel(), dtype=torch.uint8)
+    signed = torch.bitwise_xor(rows, 0x80, out=scratch[: rows.numel()].view(rows.shape)).view(torch.int8)
     if _int8_product_is_exact():
-        sums = torch._int_mm(signed, table).numpy().astype(np.int64)
+        sums = torch._int_mm(signed, table).long().numpy()
     else:
         sums = np.matmul(signed.numpy().astype(np.int64), table.numpy().astype(np.int64))
+    return _from_digits(sums.reshape(-1, 2, DIGITS))
+
+
+def _from_digits(sums: npt.NDArray[np.int64]) -> U64:
+    """Digit sums [r, 2, 9], each below 2^31 in magnitude, as numbers modulo p, [2, r].
+
+    Thirds of three digits stay below 2^46. Times 2^21 and 2^42 they are split where 2^61 = 1 wraps around.
+    """
     weights = np.array([1, 1 << 7, 1 << 14], dtype=np.int64)
-    thirds = sums.reshape(-1, 2, 3, 3) @ weights  # below 2^46 in magnitude
-    positive = np.where(thirds < 0, thirds + field.P, thirds).astype(np.uint64)
-    shifts = np.array([1, 1 << 21, 1 << 42], dtype=np.uint64)
-    return field.total(field.multiply(positive, shifts)).T
+    low, middle, high = np.moveaxis(sums.reshape(-1, 2, 3, 3) @ weights, (1, 2), (1, 0))
+    value = low + (middle >> 40) + (high >> 19)
+    value += (middle & ((1 << 40) - 1)) << 21  # below 2^61
+    value += (high & ((1 << 19) - 1)) << 42
+    value[value < 0] += field.P
+    return field.reduce(value.astype(np.uint64))
 
 
 @cache

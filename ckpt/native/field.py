@@ -20,7 +20,7 @@ _LOW29 = np.uint64((1 << 29) - 1)
 def reduce(x: U64) -> U64:
     """Any uint64 to its value modulo p."""
     x = (x & _P) + (x >> _61)
-    return np.where(x >= _P, x - _P, x)
+    return np.minimum(x, x - _P)  # below p the subtraction wraps around to a large number
 
 
 def multiply(a: U64, b: U64) -> U64:
