@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import copy
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain, takewhile
 from typing import Any
 
 import numpy as np
@@ -30,10 +34,31 @@ class Known:
     tensors: Mapping[str, TensorSpec]
     values: Mapping[str, Json]
 
+    def tensors_below(self, prefix: str) -> Iterator[str]:
+        """Names of tensors that start with `prefix`, sorted."""
+        return _starting(self._tensor_names, prefix)
+
+    def values_below(self, prefix: str) -> Iterator[str]:
+        """Names of values that start with `prefix`, sorted."""
+        return _starting(self._value_names, prefix)
+
+    @cached_property
+    def _tensor_names(self) -> list[str]:
+        return sorted(self.tensors)
+
+    @cached_property
+    def _value_names(self) -> list[str]:
+        return sorted(self.values)
+
+
+def _starting(names: Sequence[str], prefix: str) -> Iterator[str]:
+    first = bisect_left(names, prefix)
+    return takewhile(lambda name: name.startswith(prefix), (names[i] for i in range(first, len(names))))
+
 
 @dataclass(frozen=True)
 class Named:
-    """A parameter that a module of the state gave: its path and placement. Optimizers find theirs by identity."""
+    """A parameter of the state: its path and placement. Optimizers find theirs by identity."""
 
     path: Path
     placement: Placement
@@ -47,8 +72,7 @@ def capture(state: Mapping[str, Any] | TrainState, known: Known | None = None) -
     """
     walker = Walker(known)
     if isinstance(state, TrainState):
-        walker.mapping(state.parts(), ())
-        walker.mapping(state.extra, ())
+        walker.train_state(state, ())
     elif isinstance(state, Mapping):
         walker.mapping(state, ())
     else:
@@ -60,7 +84,8 @@ def capture(state: Mapping[str, Any] | TrainState, known: Known | None = None) -
 
 
 class Walker:
-    """One pass over a state. `parameters` maps id(parameter) to its name; `later` runs when all modules are known."""
+    """One pass over a state. `parameters` maps id(tensor that may be a parameter) to its name; `later` runs when all
+    modules are known."""
 
     def __init__(self, known: Known | None) -> None:
         self.known = known
@@ -72,6 +97,11 @@ class Walker:
         for key in list(state):
             self.entry(state[key], (*path, key), _item_setter(state, key))
 
+    def train_state(self, state: TrainState, path: Path) -> None:
+        for key, part in state.parts().items():
+            self.entry(part, (*path, key), _attribute_setter(state, key))
+        self.mapping(state.extra, path)
+
     def entry(self, node: Any, path: Path, put: Setter | None) -> None:
         """One entry of the state. put: replaces it in its container, where that can be done."""
         if isinstance(node, PerRank):
@@ -79,11 +109,11 @@ class Walker:
         elif isinstance(node, Replicated):
             self.entry(node.value, path, None if put is None else (lambda v: put(Replicated(v))))
         elif isinstance(node, TrainState):
-            self.mapping({**node.parts(), **node.extra}, path)
+            self.train_state(node, path)
         elif isinstance(node, ShardedTensor):
-            self.tensor(node.local, path, _declared(node, join(path)))
+            self.parameter(node.local, path, _declared(node, join(path)))
         elif isinstance(node, torch.Tensor):
-            self.tensor(node, path)
+            self.parameter(node, path)
         elif isinstance(node, np.ndarray):
             self.tensor(self._from_numpy(node, join(path)), path)
         elif isinstance(node, nn.Module):
@@ -95,10 +125,24 @@ class Walker:
         elif isinstance(node, Mapping) and node and all(type(k) in (str, int) for k in node):
             self.mapping(node, path)
         elif isinstance(node, list | tuple) and any(_has_state(x) for x in node):
-            for i, x in enumerate(node):
-                self.entry(x, (*path, i), _item_setter(node, i) if isinstance(node, list) else None)
+            self.sequence(node, path, put)
         else:
             self.value(node, path, put)
+
+    def sequence(self, node: list[Any] | tuple[Any, ...], path: Path, put: Setter | None) -> None:
+        """A list or tuple that holds tensors or objects. A tuple is made anew where a plain value in it is replaced."""
+        items = list(node) if isinstance(node, tuple) else node
+        for i, x in enumerate(node):
+            self.entry(x, (*path, i), None if put is None and isinstance(node, tuple) else _item_setter(items, i))
+        if isinstance(node, tuple) and put is not None:
+            make = type(node)._make if hasattr(node, "_make") else type(node)
+            self.captured.appliers.append(lambda _: put(make(items)))
+
+    def parameter(self, tensor: torch.Tensor, path: Path, placement: Placement | None = None) -> None:
+        """A tensor that the caller holds, so that an optimizer of the same state may have it as a parameter."""
+        self.tensor(tensor, path, placement)
+        placed = self.place(tensor, join(path))[1] if placement is None else placement
+        self.parameters.setdefault(id(tensor), Named(path, placed))
 
     def tensor(self, tensor: torch.Tensor, path: Path, placement: Placement | None = None) -> None:
         """A tensor with a placement; without one, a DTensor's own or the whole."""
@@ -118,26 +162,28 @@ class Walker:
     def value(self, value: Any, path: Path, put: Setter | None, *, per_rank: bool = False) -> None:
         """A plain value; on load it is put back into its container."""
         name = join(path)
-        if put is None and self.known is not None:
-            raise Unsupported(
-                f"{name}: a plain value inside a tuple or read-only mapping cannot be replaced; use a list"
-            )
+        if put is None:
+            raise Unsupported(f"{name}: a plain value inside a read-only mapping cannot be replaced; use a dict")
         self.captured.add_value(name, value, per_rank=per_rank)
-        self.captured.appliers.append(lambda values: put(values[name]) if put and name in values else None)
+        self.captured.appliers.append(lambda values: put(values[name]) if name in values else None)
 
     def module(self, module: nn.Module, path: Path) -> None:
         """A module: parameters and persistent buffers in place, extra state through its own setters."""
         if megatron.is_megatron(module):
             megatron.capture(self, module, path)
             return
+        live = {id(t) for t in chain(module.parameters(), module.buffers())}
         for name, entry in module.state_dict(keep_vars=True).items():
             if name.split(".")[-1] == "_extra_state":
                 owner = module.get_submodule(name.rpartition(".")[0])
                 self.value(entry, (*path, name), owner.set_extra_state)
             elif isinstance(entry, torch.Tensor):
-                self.tensor(entry, (*path, name))
-                _, placement = self.place(entry, join((*path, name)))
-                self.parameters.setdefault(id(entry), Named((*path, name), placement))
+                if id(entry) not in live:
+                    raise Unsupported(
+                        f"{join((*path, name))}: the module's state_dict gives a tensor that is none of its parameters "
+                        "and buffers (a hook made it), so it cannot be filled in place; pass the tensors themselves"
+                    )
+                self.parameter(entry, (*path, name))
             else:
                 raise Unsupported(f"{join((*path, name))}: a module's state holds a {type(entry).__name__}")
 
@@ -157,13 +203,17 @@ class Walker:
         self.captured.appliers.append(lambda _: node.load_state_dict(state))
 
     def _from_numpy(self, array: np.ndarray, name: str) -> torch.Tensor:
+        if type(array) not in (np.ndarray, np.memmap):
+            raise Unsupported(
+                f"{name}: a NumPy array of class {type(array).__name__}; pass the plain arrays it is made of"
+            )
         usable = array.flags.writeable and not any(s < 0 for s in array.strides) and array.dtype.isnative
         if not usable and (self.known is not None or not array.dtype.isnative):
             raise Unsupported(f"{name}: a NumPy array that is read-only, reversed or of foreign byte order; copy it")
         try:
             return torch.from_numpy(array if usable else array.copy())
-        except TypeError as error:
-            raise Unsupported(f"{name}: a NumPy array of dtype {array.dtype}: {error}") from None
+        except (TypeError, ValueError) as error:
+            raise Unsupported(f"{name}: a NumPy array of dtype {array.dtype}: {error}; convert or copy it") from None
 
 
 def _has_state(node: Any) -> bool:
@@ -185,27 +235,45 @@ def _item_setter(container: Any, key: Any) -> Setter | None:
     return put
 
 
+def _attribute_setter(owner: Any, name: str) -> Setter:
+    def put(value: Any) -> None:
+        setattr(owner, name, value)
+
+    return put
+
+
 def _fresh(node: Any) -> Any:
-    """A copy of a state dict with containers and tensors of its own, to be filled."""
+    """A copy of a state dict with containers (of the same types) and tensors of its own, to be filled."""
     if isinstance(node, torch.Tensor):
         return node.detach().clone()
     if isinstance(node, np.ndarray):
         return node.copy()
+    if isinstance(node, MutableMapping):
+        own = copy.copy(node)
+        for key, value in node.items():
+            own[key] = _fresh(value)
+        return own
     if isinstance(node, Mapping):
         return {k: _fresh(v) for k, v in node.items()}
     if isinstance(node, list | tuple) and _has_state(node):
-        return type(node)(_fresh(x) for x in node)
+        make = type(node)._make if hasattr(node, "_make") else type(node)
+        return make(_fresh(x) for x in node)
     return node
 
 
 def _declared(node: ShardedTensor, name: str) -> Placement:
-    parts = []
+    shape, parts = tuple(map(int, node.global_shape)), []
     for offset, extent, inner in node.boxes:
-        outer = Box(tuple(map(int, offset)), tuple(map(int, extent)))
-        if len(outer.extent) != len(node.global_shape) or any(
-            s > n for s, n in zip(outer.stop, node.global_shape, strict=True)
-        ):
-            raise StateMismatch(f"{name}: box {outer} leaves the global shape {list(node.global_shape)}")
-        lead = len(outer.extent) - node.local.dim()
-        parts.append((outer, Box(tuple(map(int, inner)), outer.extent[lead:])))
-    return Placement(tuple(map(int, node.global_shape)), node.stack, tuple(parts))
+        try:
+            outer = Box(tuple(map(int, offset)), tuple(map(int, extent)))
+            lead = max(0, len(outer.extent) - len(inner))
+            parts.append((outer, Box(tuple(map(int, inner)), outer.extent[lead:])))
+        except ValueError as error:
+            raise StateMismatch(f"{name}: {error}; give (global offset, extent, local offset) of each piece") from None
+        if len(outer.extent) != len(shape) or any(s > n for s, n in zip(outer.stop, shape, strict=True)):
+            raise StateMismatch(f"{name}: box {outer} leaves the global shape {list(shape)}; correct one of them")
+    if not 0 <= node.stack <= len(shape):
+        raise StateMismatch(
+            f"{name}: {node.stack} stacked axes in a tensor of shape {list(shape)}; correct one of them"
+        )
+    return Placement(shape, node.stack, tuple(parts))

@@ -24,6 +24,8 @@ def local_of(tensor: torch.Tensor, where: str) -> tuple[torch.Tensor, Placement]
     for placement in tensor.placements:
         if type(placement) not in (Shard, Replicate):
             raise Unsupported(f"{where}: DTensor placement {placement}; only Shard and Replicate are carried so far")
+    if tensor.device_mesh.get_coordinate() is None:
+        raise Unsupported(f"{where}: this rank is not in the device mesh of the DTensor; leave it out here")
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     local = tensor._local_tensor
     if tuple(local.shape) != tuple(shape):

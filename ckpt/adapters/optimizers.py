@@ -6,7 +6,7 @@ once for each stacked layer. Nothing runs or advances the optimizer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,8 +24,9 @@ _NOT_OPTIONS = ("params", "param_names")
 
 
 def capture(walker: Walker, optimizer: torch.optim.Optimizer, path: tuple[Key, ...]) -> None:
-    """Captures `optimizer`, whose parameters must belong to modules of the same state."""
+    """Captures `optimizer`, whose parameters must be tensors of the same state, most often of a module."""
     where = join(path)
+    _check_plain(optimizer, where)
     for number, group in enumerate(optimizer.param_groups):
         if not group["params"]:
             raise Unsupported(f"{where}: parameter group {number} has no parameters on this rank; remove the group")
@@ -34,10 +35,29 @@ def capture(walker: Walker, optimizer: torch.optim.Optimizer, path: tuple[Key, .
             if named is None:
                 raise StateMismatch(
                     f"{where}: a parameter of shape {list(parameter.shape)} in group {number} belongs to no module of "
-                    "the state; add the model to the state"
+                    "the state and is no tensor of it; add the model to the state"
                 )
             _state(walker, optimizer, group, parameter, named, path)
         _group(walker, group, path)
+
+
+def _check_plain(optimizer: torch.optim.Optimizer, where: str) -> None:
+    """Refuses what `param_groups` and per-parameter state do not tell, so that nothing is lost without a word."""
+    if type(optimizer).state_dict is not torch.optim.Optimizer.state_dict:
+        raise Unsupported(
+            f"{where}: {type(optimizer).__name__} has a state_dict of its own, which may hold more than ckpt sees; "
+            "pass the torch optimizer inside it"
+        )
+    members = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for key, value in optimizer.state.items():
+        if id(key) not in members and value:
+            raise Unsupported(
+                f"{where}: its state has an entry for {_say(key)}, which is in none of its parameter groups; remove it"
+            )
+
+
+def _say(key: object) -> str:
+    return f"a tensor of shape {list(key.shape)}" if isinstance(key, torch.Tensor) else repr(key)[:80]
 
 
 def _state(
@@ -51,13 +71,14 @@ def _state(
     live = optimizer.state.get(parameter, {})
     if walker.known is not None:
         live = {**_materialised(walker, group, parameter, named, path), **live}
-        walker.captured.appliers.append(lambda _: optimizer.state[parameter].update(live))
     for key, value in live.items():
         at = (*path, "state", *named.path, key)
         if isinstance(value, torch.Tensor):
             _tensor(walker, value, parameter, named, at)
         else:
             walker.value(value, (*at, *named.placement.stacked_at), _setter(live, key))
+    if walker.known is not None and live:  # after the setters of its values
+        walker.captured.appliers.append(lambda _: optimizer.state[parameter].update(live))
 
 
 def _setter(state: dict[Any, Any], key: Any):  # type: ignore[no-untyped-def]
@@ -94,7 +115,8 @@ def _materialised(
     assert walker.known is not None
     made: dict[Any, Any] = {}
     prefix = (*path, "state", *named.path)
-    for key, spec in _below(walker.known.tensors, prefix):
+    for key, name in _below(walker.known.tensors_below, prefix):
+        spec = walker.known.tensors[name]
         dtype = torch_dtype(spec.dtype)
         if spec.shape == named.placement.shape and (spec.shape or parameter.dim() == 0) and key != "step":
             made[key] = torch.zeros_like(parameter, dtype=dtype, memory_format=torch.preserve_format).detach()
@@ -104,16 +126,17 @@ def _materialised(
         elif _is_whole(named):
             made[key] = torch.zeros(spec.shape, dtype=dtype, device=parameter.device)
     stacked = named.placement.stacked_at
-    for key, _ in _below(walker.known.values, (*prefix,), depth=1 + len(stacked)):
+    for key, _ in _below(walker.known.values_below, prefix, depth=1 + len(stacked)):
         made.setdefault(key, None)
     return made
 
 
-def _below(names: Any, prefix: tuple[Key, ...], depth: int = 1) -> Iterator[tuple[Any, Any]]:
+def _below(find: Callable[[str], Iterator[str]], prefix: tuple[Key, ...], depth: int = 1) -> Iterator[tuple[Key, str]]:
+    """First key below `prefix` and name of each entry that lies `depth` keys below it."""
     start = join(prefix) + "/"
-    for name, what in names.items():
-        if name.startswith(start) and name.count("/") == start.count("/") + depth - 1:
-            yield split(name[len(start) :])[0], what
+    for name in find(start):
+        if name.count("/") == start.count("/") + depth - 1:
+            yield split(name[len(start) :])[0], name
 
 
 def _group(walker: Walker, group: dict[str, Any], path: tuple[Key, ...]) -> None:
@@ -148,7 +171,10 @@ def _check_options(walker: Walker, options: dict[str, Any], names: list[str]) ->
 
 def _apply(group: dict[str, Any], options: dict[str, Any]) -> None:
     for key, value in options.items():
-        if isinstance(group.get(key), torch.Tensor) and isinstance(value, torch.Tensor):
-            group[key].copy_(value)
-        else:
-            group[key] = value
+        own = group.get(key)
+        if isinstance(own, torch.Tensor) and isinstance(value, torch.Tensor):
+            if (own.dtype, own.shape) == (value.dtype, value.shape):
+                own.copy_(value)
+                continue
+            value = value.to(own.device)
+        group[key] = value

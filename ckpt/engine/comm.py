@@ -2,14 +2,19 @@
 
 A process group of its own (gloo): the training group is never used. Every wait is bounded and watches for the failure
 of another rank, so that a rank that raises or dies hangs nobody.
+
+Two kinds of failure. An error inside a `phase` is agreed on by all ranks, which stay in step: all raise, and the next
+operation may succeed. Anything else (a death, a time-out, an interrupt in a wait, an error between phases) breaks the
+group for good: whoever notices tells the others through the rendezvous store and closes its connections.
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -22,9 +27,9 @@ _GRACE = 3.0  # seconds in which every living rank is expected to notice a failu
 
 
 class Comm:
-    """One rank's end. All methods but `phase`'s body are collective; none may be called from two threads at once.
+    """One rank's end. All methods but `close` are collective; none may be called from two threads at once.
 
-    After a RankFailed the group is unusable: every later call raises RankFailed again.
+    Once the group is broken every later call raises RankFailed.
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None = None, timeout: float = 600.0) -> None:
@@ -32,7 +37,9 @@ class Comm:
         not initialised. timeout: seconds that any one wait may take."""
         self.rank, self.world, self.timeout = 0, 1, timeout
         self._broken: str | None = None
+        self._agreed = self._in_phase = self._closed = False
         self._group: dist.ProcessGroup | None = None
+        self._work: dist.Work | None = None
         if not (dist.is_available() and dist.is_initialized()):
             return
         ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
@@ -54,41 +61,53 @@ class Comm:
         return self._broken is not None
 
     def close(self) -> None:
-        """Not collective. Frees the group unless it has failed (then it is left to the end of the process)."""
-        if self._group is not None and self._broken is None:
-            dist.destroy_process_group(self._group)
-        self._group = None
+        """Not collective; may be called twice. Frees the group; a wait that cannot end is left to the process's end."""
+        self._let_go()
+        self._closed = True
+
+    @contextlib.contextmanager
+    def operation(self, what: str) -> Iterator[None]:
+        """Around a whole collective operation. An error that was not agreed on in a phase leaves this rank out of step
+        with the others: they are told of it, fail at once, and the group is broken."""
+        self._agreed = False
+        try:
+            yield
+        except BaseException as error:
+            if self._group is not None and not self._agreed and self._broken is None:
+                with contextlib.suppress(Exception):
+                    self._tell(f"failed during {what}: {type(error).__name__}: {error}")
+                self._broken = f"{what}: this rank failed alone: {type(error).__name__}: {error}; restart the job"
+                self._let_go()
+            raise
 
     @contextlib.contextmanager
     def phase(self, what: str) -> Iterator[None]:
-        """Runs its body on every rank and then agrees: if it raised on any rank, all ranks raise. The body may hold
-        collectives of this object. The rank that failed raises its own error, the others one of the same kind that
-        names the rank."""
+        """Runs its body on every rank and then agrees: if it raised on any rank, all ranks raise. The body is local
+        work: it holds no collectives, so that a rank that leaves it early stays in step. The rank that failed raises
+        its own error, the others one of the same kind that names the rank."""
+        self._check()
+        self._in_phase = True
         try:
             yield
-        except RankFailed:
-            if self._broken is not None:
-                raise
-            self._agree(what, RankFailed("another rank failed"))
-            raise
         except BaseException as error:
-            self._agree(what, error)
+            self._in_phase = False
+            with contextlib.suppress(RankFailed):  # where the group breaks meanwhile, this rank's error says more
+                self._agree(what, error)
             raise
-        else:
-            self._agree(what, None)
+        finally:
+            self._in_phase = False
+        self._agree(what, None)
 
     def _agree(self, what: str, error: BaseException | None) -> None:
-        mine = b"" if error is None else canonical_json([type(error).__name__, str(error)])
+        mine = b"" if error is None else canonical_json([_kind(error), type(error).__name__, str(error)])
         failures = {r: parse_json(d, f"rank {r}") for r, d in enumerate(self.all_gather(mine, what)) if d}
+        self._agreed = bool(failures)
         if not failures or error is not None:
             return
-        rank = min(failures, key=lambda r: (failures[r][0] == "RankFailed", r))
-        kind, message = failures[rank]
-        known = getattr(errors, kind, RankFailed)
-        if not (isinstance(known, type) and issubclass(known, CkptError)):
-            known = RankFailed
-        name = "" if known is not RankFailed else f"{kind}: "
-        raise known(f"rank {rank} failed during {what}: {name}{message}")
+        rank = min(failures)
+        kind, name, message = failures[rank]
+        shown = message if kind == name else f"{name}: {message}"
+        raise getattr(errors, kind)(f"rank {rank} failed during {what}: {shown}")
 
     def all_gather(self, data: bytes, what: str) -> list[bytes]:
         """Everybody's bytes, by rank."""
@@ -137,12 +156,14 @@ class Comm:
         splits = {"output_split_sizes": list(received), "input_split_sizes": list(sent)}
         self._wait(lambda: dist.all_to_all_single(receive, send, **splits, group=self._group, async_op=True), what)
 
-    def _wait(self, begin, what: str) -> None:  # type: ignore[no-untyped-def]
+    def _wait(self, begin: Callable[[], dist.Work], what: str) -> None:
         self._check()
+        if self._in_phase:
+            raise AssertionError(f"{what}: a collective inside the body of a phase")
         deadline = time.monotonic() + self.timeout
         pause, next_look = 0.0, time.monotonic() + 0.1
         try:
-            work = begin()
+            self._work = work = begin()
             while not work.is_completed():
                 time.sleep(pause)
                 pause = min(0.002, pause + 0.00005)
@@ -157,26 +178,53 @@ class Comm:
         except RuntimeError as error:
             self._fail(what, error)
 
-    def _fail(self, what: str, cause: Exception) -> None:
+    def _tell(self, said: str) -> tuple[int, str]:
+        """Reports a failure to all ranks, once for the job: the rank that did so first and what it said, which is empty
+        where it only saw that something broke."""
+        mine = canonical_json([self.rank, said]).decode()
+        rank, first = parse_json(self._store.compare_set("failed", "", mine), "failed")
+        return rank, first
+
+    def _fail(self, what: str, cause: Exception) -> NoReturn:
         """Tells the others, finds out who does not answer, and raises RankFailed."""
         silent: list[int] | None = None
+        said = ""
         with contextlib.suppress(Exception):
-            self._store.set("failed", str(self.rank))
             self._store.set(f"alive/{self.rank}", "1")
+            teller, said = self._tell("")
             deadline = time.monotonic() + _GRACE
-            silent = list(range(self.world))
+            silent = [] if said else list(range(self.world))
             while silent and time.monotonic() < deadline:
                 silent = [r for r in silent if not self._store.check([f"alive/{r}"])]
                 time.sleep(0.05)
         if silent is None:
             who = "the rank that hosts the rendezvous store (usually rank 0) is gone"
+        elif said:
+            who = f"rank {teller} {said}"
         elif silent:
             who = f"rank {', '.join(map(str, silent))} stopped answering (killed, crashed or stuck)"
         else:
             who = "the connection between ranks broke"
         self._broken = f"{what}: {who}; first seen as: {str(cause).splitlines()[0]}; restart the job"
+        self._let_go()
         raise RankFailed(self._broken) from cause
+
+    def _let_go(self) -> None:
+        """Closes this rank's connections, which ends what other ranks still wait for. Not while a wait of its own is
+        under way, which closing would sit out."""
+        if self._group is not None and (self._work is None or self._work.is_completed()):
+            with contextlib.suppress(Exception):  # the caller may have destroyed all groups before
+                dist.destroy_process_group(self._group)
+            self._group = self._work = None
 
     def _check(self) -> None:
         if self._broken is not None:
             raise RankFailed(f"an earlier operation failed and the ranks are out of step: {self._broken}")
+        if self._closed:
+            raise CkptError("this Checkpointer is closed; make a new one")
+
+
+def _kind(error: BaseException) -> str:
+    """The kind of ckpt's errors that an error is; RankFailed for any other, since that is what it is to the others."""
+    kinds = (c.__name__ for c in type(error).__mro__ if c.__module__ == errors.__name__)
+    return next(kinds, RankFailed.__name__)

@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 
+from ckpt.engine.comm import Comm
 from ckpt.engine.merge import declare_tensors, union_of
 from ckpt.engine.mover import Move, Mover, held_parts, part_of, read_moves
 from ckpt.engine.opened import Opened, check_objects
 from ckpt.engine.save import digests_of, parse_held
 from ckpt.engine.session import Phases, Session
-from ckpt.engine.target import Options, Target, apply_casts, match, wanted_by_all
+from ckpt.engine.target import Options, Target, apply_casts, match, matches, wanted_by_all
 from ckpt.errors import CorruptCheckpoint, RankFailed, StateInvalid, StateMismatch
 from ckpt.geometry import Catalogue, Plan, Unit, read_plan
 from ckpt.state.captured import Captured, LocalTensor
@@ -71,32 +72,37 @@ def load(
         with comm.phase("load: match"):
             captured = capture(opened)
             target = match(captured, opened, options, comm.rank)
-            per_rank = _own_values(captured, opened, options, comm.rank, layout)
+            values = {n: decode(v, n) for n, v in opened.manifest.values.items()}
+            values |= _own_values(captured, opened, options, comm, layout)
         job = _plan(session, opened, captured, target, options)
         with comm.phase("load: check objects"):
             check_objects(session, opened)
     session.faults("load.opened")
     backup = _copies(target) if atomic else None
+    applying = False
     try:
-        with phases("read"), comm.phase("load: read"):
+        with phases("read"):
             _read(job)
         session.faults("load.placed")
         if verify:
             with phases("verify"):
                 _verify(job)
         session.faults("load.verified")
-        with phases("apply"), comm.phase("load: apply values"):
-            apply_casts(target)
-            values = {n: decode(v, n) for n, v in opened.manifest.values.items()} | per_rank
-            for apply in captured.appliers:
-                apply(values)
+        with phases("apply"):
+            with comm.phase("load: cast"):
+                apply_casts(target)
+            with comm.phase("load: apply values"):
+                applying = True
+                for apply in captured.appliers:
+                    apply(values)
     except BaseException as error:
-        if backup is not None and not isinstance(error, RankFailed):
+        if backup is not None:
             for view, copy in backup:
                 view.copy_(copy)
-            raise
+            if not applying:
+                raise
         raise StateInvalid(
-            f"loading step {opened.record.step} failed after tensors began to change: {error}. This state is a mix: "
+            f"loading step {opened.record.step} failed after the state began to change: {error}. This state is a mix: "
             "load again, or an older step, before training or saving"
         ) from error
     return Loaded(
@@ -118,23 +124,32 @@ def _copies(target: Target) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def _own_values(
-    captured: Captured, opened: Opened, options: Options, rank: int, layout: dict[str, Any] | None
+    captured: Captured, opened: Opened, options: Options, comm: Comm, layout: dict[str, Any] | None
 ) -> dict[str, Any]:
     """The plain values that belong to this rank alone: only ever from the same rank of the same layout."""
-    names = [n for n in captured.per_rank]
-    if not names:
-        return {}
-    saved = opened.run.get("layout"), opened.run.get("world")
-    if saved != (layout, len(opened.ranks)) or rank >= len(opened.ranks):
+    everybody = {n for one in opened.ranks for n in one}
+    same = opened.run.get("layout") == layout and len(opened.ranks) == comm.world
+    mine = opened.ranks[comm.rank] if same else {}
+    kept = sorted(n for n in (mine if same else everybody) if not matches(n, options.allow_extra))
+    absent = [n for n in captured.per_rank if n not in mine and not matches(n, options.allow_missing)]
+    if not same and (kept or any(n in everybody for n in absent)):
         raise StateMismatch(
-            f"{names[0]}: kept per rank under layout {saved[0]} of {saved[1]} ranks; it has no meaning on layout "
-            f"{layout}: load on the saved layout, or leave it out of the state and use allow_extra"
+            f"{(kept or absent)[0]}: kept per rank under layout {opened.run.get('layout')} of {len(opened.ranks)} "
+            f"ranks; it has no meaning on layout {layout} of {comm.world} ranks: load on the saved layout, or leave it "
+            "out of the state and use allow_extra=[...]"
         )
-    mine = opened.ranks[rank]
-    absent = [n for n in names if n not in mine]
     if absent:
-        raise StateMismatch(f"rank {rank}: the checkpoint has no per-rank {absent[0]}")
-    return {n: decode(mine[n], n) for n in names}
+        raise StateMismatch(
+            f"rank {comm.rank}: the checkpoint has no per-rank {absent[0]}; allow_missing=[...] keeps what the state "
+            "holds"
+        )
+    extra = [n for n in kept if n not in captured.per_rank]
+    if extra:
+        raise StateMismatch(
+            f"rank {comm.rank}: the checkpoint holds per-rank {extra[0]}, which the state has not; allow_extra=[...] "
+            "leaves it out"
+        )
+    return {n: decode(mine[n], n) for n in captured.per_rank if n in mine}
 
 
 def _plan(session: Session, opened: Opened, captured: Captured, target: Target, options: Options) -> _Job:
@@ -144,7 +159,7 @@ def _plan(session: Session, opened: Opened, captured: Captured, target: Target, 
         for name, tensors in target.tensors.items():
             # Names tied in the checkpoint may be separate here: each place asks for the same stored tensor.
             kept.tensors[name] = LocalTensor(_stored_spec(opened, name), [s for t in tensors for s in t.shards])
-        mine = canonical_json([list(captured.values)])
+        mine = canonical_json([[*captured.values, *captured.aliases]])
     declared = comm.all_gather(declare_tensors(_once(kept)), "load: declare tensors")
     valued = comm.all_gather(mine, "load: declare values")
     with comm.phase("load: plan"):
@@ -175,29 +190,32 @@ def _once(captured: Captured) -> Captured:
 
 def _read(job: _Job) -> None:
     """Reads, exchanges and places, round by round; the next round's reads run while this one is exchanged. A local
-    failure is kept until the round's end, so that the other ranks' exchange goes on; then all ranks stop."""
+    failure, an interrupt too, is kept until the exchange is over, so that the ranks stay in step; then all stop."""
     session, catalogue = job.session, job.opened.manifest.catalogue
     arrays = Arrays(session.kvstore, job.opened.prefix + "state/", catalogue, session.context)
     mover = Mover(session.comm, [t.itemsize for t in catalogue.tensors])
-    ahead = _start(job, arrays, job.plan.rounds[0]) if job.plan.rounds else {}
+    ahead: dict[int, Any] = {}
+    with session.comm.phase("load: read"):
+        if job.plan.rounds:
+            ahead = _start(job, arrays, job.plan.rounds[0])
     for number, units in enumerate(job.plan.rounds):
-        with session.comm.phase("load: read"):
-            begun, ahead = ahead, {}
-            failure: BaseException | None = None
-            buffers: dict[int, torch.Tensor] = {}
-            try:
-                buffers = {n: _finish(job, arrays, units[n], f) for n, f in begun.items()}
-                if number == 0 and buffers:
-                    session.faults("load.read")
-            except Exception as error:
-                failure = error
-            if number + 1 < len(job.plan.rounds) and failure is None:
+        begun, ahead = ahead, {}
+        failure: BaseException | None = None
+        buffers: dict[int, torch.Tensor] = {}
+        try:
+            buffers = {n: _finish(job, arrays, units[n], f) for n, f in begun.items()}
+            if number == 0 and buffers:
+                session.faults("load.read")
+            if number + 1 < len(job.plan.rounds):
                 ahead = _start(job, arrays, job.plan.rounds[number + 1])
-            moves = read_moves(units)
-            if moves:
-                give = _outgoing(moves, buffers, units, catalogue, session.comm.rank)
-                for move, elements in mover.exchange(moves, give, "load: exchange"):
-                    _place(job.fill, move.link.tensor, move.link.box, elements)
+        except BaseException as error:
+            failure = error
+        moves = read_moves(units)
+        if moves:
+            give = _outgoing(moves, buffers, units, catalogue, session.comm.rank)
+            for move, elements in mover.exchange(moves, give, "load: exchange"):
+                _place(job.fill, move.link.tensor, move.link.box, elements)
+        with session.comm.phase("load: read"):
             if failure is not None:
                 raise failure
             for n, buffer in buffers.items():

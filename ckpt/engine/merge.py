@@ -55,7 +55,9 @@ def union_of(declarations: Sequence[bytes]) -> Union:
             if other != kept:
                 raise StateMismatch(f"{name}: tied to {other} on rank {first}, but to {kept} on rank {rank}")
     for name, (rank, kept) in aliases.items():
-        if name in specs:
+        if name in specs and not held[name]:  # where a rank has no part of it, nothing tells that it is tied
+            del specs[name]
+        elif name in specs:
             raise StateMismatch(f"{name}: tied to {kept} on rank {rank}, but not on rank {specs[name][0]}")
     catalogue = Catalogue.of([spec for _, spec in specs.values()])
     holdings = []

@@ -111,14 +111,17 @@ def save(
         job = _Job(session, captured, union, plan, intent, per_rank, attempt_prefix(claim, intent.attempt))
         run = _begin(job, layout)
     try:
-        with phases("write"), comm.phase("save: write"):
-            written, objects = _write(job)
-            session.faults("save.written")
+        with phases("write"):
+            written, objects, failure = _write(job)
+            with comm.phase("save: write"):
+                if failure is not None:
+                    raise failure
+                session.faults("save.written")
         with phases("receipt"):
             receipts = _exchange_receipts(job, held, written, objects)
         with phases("commit"):
             record = _commit(job, receipts, run)
-    except CkptError as error:
+    except BaseException as error:
         _void(job, error)
         raise
     return Saved(record, int(record.document["bytes"]), phases.total, phases.seconds, plan.summary())
@@ -223,9 +226,9 @@ def layout_document(layout: Layout | None) -> Json:
     return {n: getattr(layout, n) for n in names}
 
 
-def _write(job: _Job) -> tuple[dict[str, Digest], list[tuple[int, tuple[int, ...]]]]:
-    """Writes this rank's objects round by round. A local failure is kept until the end, so that the other ranks'
-    exchanges go on; then it is raised."""
+def _write(job: _Job) -> tuple[dict[str, Digest], list[tuple[int, tuple[int, ...]]], BaseException | None]:
+    """Writes this rank's objects round by round. A local failure, an interrupt too, is kept until the end and returned,
+    so that the other ranks' exchanges go on and the ranks stay in step."""
     session, catalogue = job.session, job.union.catalogue
     rank = session.comm.rank
     arrays = Arrays(session.kvstore, job.prefix + "state/", catalogue, session.context)
@@ -246,16 +249,16 @@ def _write(job: _Job) -> tuple[dict[str, Digest], list[tuple[int, tuple[int, ...
                     objects.append((unit.array, unit.index))
                     if len(objects) == 1:
                         session.faults("save.object")
-        except Exception as error:
+        except BaseException as error:
             failure = error
-    with contextlib.suppress(Exception) if failure is not None else contextlib.nullcontext():
+    try:
         flight.drain()
         if failure is None:
-            _write_metadata(job)
-            session.store.sync((job.prefix + "state").rstrip("/"))
-    if failure is not None:
-        raise failure
-    return dict(written), objects
+            _write_metadata(job, arrays)
+            session.store.sync(*(arrays.describe(number) for number in sorted({array for array, _ in objects})))
+    except BaseException as error:
+        failure = failure or error
+    return dict(written), objects, failure
 
 
 def _outgoing(job: _Job, moves: Sequence[Move]) -> Iterator[tuple[Move, torch.Tensor]]:
@@ -324,12 +327,13 @@ def _finish_write(commit: ts.Future, where: str) -> None:
         raise StoreError(f"{where}: writing failed: {text}; check space, permissions and the connection") from error
 
 
-def _write_metadata(job: _Job) -> None:
+def _write_metadata(job: _Job, arrays: Arrays) -> None:
     """Every rank writes its share of the zarr.json files."""
-    documents = metadata_objects(job.union.catalogue)
-    for number, (key, data) in enumerate(documents.items()):
-        if number % job.session.comm.world == job.session.comm.rank:
-            job.session.store.put(f"{job.prefix}state/{key}", data)
+    rank, world = job.session.comm.rank, job.session.comm.world
+    mine = list(metadata_objects(job.union.catalogue).items())[rank::world]
+    started = [(key, arrays.put(key, data)) for key, data in mine]
+    for key, future in started:
+        _finish_write(future, f"{job.session.store.url}/{job.prefix}state/{key}")
 
 
 def _exchange_receipts(
@@ -347,7 +351,7 @@ def _exchange_receipts(
 
 
 def _commit(job: _Job, receipts: Sequence[bytes], run: bytes) -> Record:
-    """Rank 0 commits; where it dies while it does, each other rank tries in turn before it reports the failure."""
+    """Rank 0 commits; where the group breaks while it does, each other rank tries in turn before it reports that."""
     comm = job.session.comm
     record: Record | None = None
     try:
@@ -359,9 +363,12 @@ def _commit(job: _Job, receipts: Sequence[bytes], run: bytes) -> Record:
         if comm.rank == 0 or not comm.broken:
             raise
         time.sleep(0.2 * comm.rank)
-        record = _publish(job, receipts, run)
+        try:
+            number = _publish(job, receipts, run).number
+        except CkptError as second:
+            raise RankFailed(f"{error}. Step {job.intent.step} was not committed: {second}") from error
         raise RankFailed(
-            f"{error}. The save of step {job.intent.step} was committed all the same (log record {record.number})"
+            f"{error}. The save of step {job.intent.step} was committed all the same (log record {number})"
         ) from error
     number, document = parse_json(found, "save: outcome")
     return Record(number, document)
@@ -378,9 +385,9 @@ def _record_bytes(record: Record | None) -> bytes | None:
     return None if record is None else canonical_json([record.number, record.document])
 
 
-def _void(job: _Job, error: CkptError) -> None:
+def _void(job: _Job, error: BaseException) -> None:
     """After a failure that all ranks know of, rank 0 makes sure that the attempt can never be committed. Best effort:
-    an attempt without all its receipts cannot be committed anyway."""
-    if job.session.comm.rank == 0 and not isinstance(error, RankFailed):
+    an attempt without all its receipts cannot be committed anyway. Where the group is broken, others may commit it."""
+    if job.session.comm.rank == 0 and not job.session.comm.broken:
         with contextlib.suppress(CkptError):
-            void(job.session.log, job.intent.claim, job.intent.attempt, str(error))
+            void(job.session.log, job.intent.claim, job.intent.attempt, f"{type(error).__name__}: {error}")

@@ -28,7 +28,8 @@ class Options:
     cast: tuple[str, ...] = ()
 
 
-def _matches(name: str, patterns: Iterable[str]) -> bool:
+def matches(name: str, patterns: Iterable[str]) -> bool:
+    """Whether a name is one that the caller allows."""
     return any(fnmatchcase(name, p) for p in patterns)
 
 
@@ -63,17 +64,18 @@ def match(captured: Captured, opened: Opened, options: Options, rank: int) -> Ta
                 "build the model with the sizes it was saved with"
             )
         if tensor.spec.dtype != spec.dtype:
-            if not _matches(name, options.cast):
+            if not matches(name, options.cast):
                 raise StateMismatch(
                     f"{name}: rank {rank} has dtype {tensor.spec.dtype}, the checkpoint {spec.dtype}; dtypes never "
                     f"change silently: use the saved dtype, or ask for cast=[{name!r}]"
                 )
+            _check_cast(name, spec.dtype, tensor.spec.dtype)
             landing = _landing(tensor, spec.dtype)
             target.casts.append((tensor, landing))
             tensor = landing
         target.tensors.setdefault(kept[name], []).append(tensor)
     missing += [n for n in captured.values if n not in opened.manifest.values]
-    missing = [n for n in missing if not _matches(n, options.allow_missing)]
+    missing = [n for n in missing if not matches(n, options.allow_missing)]
     if missing:
         raise StateMismatch(
             f"rank {rank}: the checkpoint has no {_list(missing)}; allow_missing=[...] keeps what the state holds"
@@ -92,6 +94,17 @@ def _check_tie(name: str, own: str, kept: Mapping[str, str], opened: Opened) -> 
         )
 
 
+def _check_cast(name: str, saved: str, own: str) -> None:
+    """Finds out before anything is changed whether torch can cast."""
+    source = torch.zeros(1, dtype=torch_dtype(saved))
+    try:
+        if source.is_complex() and not torch_dtype(own).is_complex:
+            raise RuntimeError("the imaginary part would be lost")
+        torch.zeros(1, dtype=torch_dtype(own)).copy_(source)
+    except RuntimeError as error:
+        raise StateMismatch(f"{name}: cannot be cast from {saved} to {own}: {error}; use the saved dtype") from None
+
+
 def _landing(tensor: LocalTensor, dtype: str) -> LocalTensor:
     wanted = torch_dtype(dtype)
     shards = [Shard(s.box, bits(torch.empty(s.box.extent, dtype=wanted))) for s in tensor.shards]
@@ -108,20 +121,23 @@ def apply_casts(target: Target) -> None:
 
 
 def wanted_by_all(
-    union: Union, opened: Opened, valued: Sequence[Iterable[str]], options: Options
+    union: Union, opened: Opened, named: Sequence[Iterable[str]], options: Options
 ) -> dict[int, Holdings]:
     """What the whole job wants, by index into the checkpoint's catalogue; raises StateMismatch for a tensor or value of
-    the checkpoint that no rank wants, or a tensor that the ranks together do not want exactly once."""
+    the checkpoint that no rank wants, or a tensor that the ranks together do not want exactly once.
+
+    named: for each rank, the values it has, and the tensors that share the memory of another one there.
+    """
     found = {}
     names = {t.name: i for i, t in enumerate(opened.manifest.catalogue.tensors)}
     for spec, holdings in zip(union.catalogue.tensors, union.holdings, strict=True):
         holdings.check_cover(spec.name, spec.shape)
         found[names[spec.name]] = holdings
-    wanted = {spec.name for spec in union.catalogue.tensors}
+    here = {name for one in named for name in one}
+    wanted = here | {spec.name for spec in union.catalogue.tensors}
     extra = [t for t in names if t not in wanted]
-    here = {name for one in valued for name in one}
     extra += [n for n in opened.manifest.values if n not in here]
-    extra = [n for n in extra if not _matches(n, options.allow_extra)]
+    extra = [n for n in extra if not matches(n, options.allow_extra)]
     if extra:
         raise StateMismatch(
             f"the checkpoint holds {_list(extra)}, which no rank's state has; allow_extra=[...] leaves them out"

@@ -24,8 +24,12 @@ def axis_coefficients(axis: int, digit: int) -> U64:
     Philox 4x32-10 under `KEY` at counter (index, 2 * axis + digit, 0, 0) gives words w0..w3; the two coefficients
     are (w0 + 2^32 w1) and (w2 + 2^32 w3), each modulo 2^61, where the value p counts as 0.
     """
-    counter = np.zeros((4, DIGIT), dtype=np.uint64)
-    counter[0] = np.arange(DIGIT, dtype=np.uint64)
+    return _coefficients(axis, digit, 0, DIGIT)
+
+
+def _coefficients(axis: int, digit: int, start: int, stop: int) -> U64:
+    counter = np.zeros((4, stop - start), dtype=np.uint64)
+    counter[0] = np.arange(start, stop, dtype=np.uint64)
     counter[1] = 2 * axis + digit
     w = philox.philox4x32(counter, KEY)
     mask, shift = np.uint64(field.P), np.uint64(32)
@@ -49,6 +53,8 @@ class Digits:
 
     def values(self) -> U64:
         """uint64 [2, size]."""
+        if self.stop > DIGIT:  # the high digit of an axis of more than 2^32 words
+            return _coefficients(self.axis, self.digit, self.start, self.stop)
         return axis_coefficients(self.axis, self.digit)[:, self.start : self.stop]
 
 

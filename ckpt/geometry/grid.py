@@ -35,7 +35,7 @@ class Grid:
 
     def __post_init__(self) -> None:
         for n, c, k in zip(self.shape, self.cell, self.chunk, strict=True):
-            if k < 1 or c % k or (c // k) & (c // k - 1) or n < 0:
+            if min(c, k) < 1 or c % k or (c // k) & (c // k - 1) or n < 0:
                 raise ValueError(f"grid: cell {self.cell} is no power-of-two multiple of chunk {self.chunk}")
 
     @property
@@ -78,13 +78,15 @@ def canonical_grid(shape: Index, itemsize: int, stack: int = 0) -> Grid:
     Cells come from halving, rounding up, the axis halved least so far (ties: the lowest axis; extents of 64 or
     less are left alone while any longer axis remains). An object is the first cell that holds at most 16 MiB and
     then either at most 4 MiB or has each of the last two axes cut in 8. A chunk is the first cell after that of at
-    most 2 MiB. A stacked axis has extent 1 wherever one slice holds 1 MiB or more.
+    most 2 MiB. The object is then rounded up to whole chunks; should that take it past 16 MiB, a later cell, the first
+    that stays within, is the object. A stacked axis has extent 1 wherever one slice holds 1 MiB or more.
     """
     cell = [max(1, n) for n in shape]
     for axis in range(stack):
         if math.prod(cell[axis + 1 :]) * itemsize >= SLICE_ALONE:
             cell[axis] = 1
     halvings = [0] * len(cell)
+    halved: list[int] = []
     size = list(cell)
 
     def nbytes() -> int:
@@ -96,6 +98,7 @@ def canonical_grid(shape: Index, itemsize: int, stack: int = 0) -> Grid:
             return False
         axis = min(axes, key=lambda i: halvings[i])
         halvings[axis] += 1
+        halved.append(axis)
         size[axis] = -(-cell[axis] // (1 << halvings[axis]))
         return True
 
@@ -106,9 +109,12 @@ def canonical_grid(shape: Index, itemsize: int, stack: int = 0) -> Grid:
         pass
     while nbytes() > OBJECT_ENOUGH and not cut_enough() and halve():
         pass
-    outer = list(halvings)
+    cuts = len(halved)
     while nbytes() > CHUNK_LIMIT and halve():
         pass
     chunk = tuple(size)
-    whole = tuple(c << (h - o) for c, h, o in zip(chunk, halvings, outer, strict=True))
-    return Grid(tuple(shape), whole, chunk)
+    whole = [c << halved[cuts:].count(i) for i, c in enumerate(chunk)]
+    while math.prod(whole) * itemsize > OBJECT_LIMIT:
+        whole[halved[cuts]] >>= 1
+        cuts += 1
+    return Grid(tuple(shape), tuple(whole), chunk)

@@ -49,6 +49,8 @@ class Holdings:
 
     def meeting(self, box: Box) -> list[tuple[Box, tuple[int, ...]]]:
         """The non-empty intersections of `box` with the held boxes, each with its holders, sorted by place."""
+        if not self.boxes:
+            return []
         if len(self.boxes) == 1:
             common = self.boxes[0].intersect(box)
             return [(common, self.ranks[0])] if common else []
@@ -74,7 +76,7 @@ class Holdings:
         lo, hi = self.bounds
         if len(self.boxes) and _is_product_grid(lo, hi, shape):
             return
-        fault = _first_fault(lo, hi, np.arange(len(self.boxes)), shape)
+        fault = _first_fault(lo, hi, np.arange(len(self.boxes)), shape) if self.boxes else ("gap", whole, [])
         if fault is None:
             return
         kind, where, who = fault

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from ckpt.errors import StateMismatch
@@ -32,8 +33,8 @@ class Layout:
     ep, expert coordinates read tp as etp and dp as edp and skip cp. `vpp` is the number of model chunks per
     pipeline stage; it places no rank.
 
-    Raises StateMismatch when a size is below 1, the expert sizes do not divide, or the order is not a
-    permutation of tp, cp, ep, dp, pp.
+    Raises StateMismatch when a size is below 1, the expert sizes do not divide, the order is not a permutation of
+    tp, cp, ep, dp, pp, or it gives a rank different pipeline stages for dense and expert layers.
     """
 
     tp: int = 1
@@ -57,10 +58,26 @@ class Layout:
                 f"layout: etp={self.expert_tp} x ep={self.ep} must divide tp x cp x dp = {stage}; "
                 "set etp (it defaults to tp)"
             )
+        faster = self.order.split("-pp")[0].split("-") if not self.order.startswith("pp") else []
+        strides = {math.prod(sizes[axis] for axis in faster) for sizes in (self._dense, self._expert)}
+        if self.pp > 1 and len(strides) > 1:
+            raise StateMismatch(
+                f"layout: order {self.order!r} with etp={self.expert_tp}, ep={self.ep} gives ranks different pipeline "
+                "stages for dense and expert layers; put pp last"
+            )
 
     @property
     def expert_tp(self) -> int:
         return self.tp if self.etp is None else self.etp
+
+    @property
+    def _dense(self) -> dict[str, int]:
+        return {"tp": self.tp, "cp": self.cp, "ep": 1, "dp": self.dp, "pp": self.pp}
+
+    @property
+    def _expert(self) -> dict[str, int]:
+        edp = self.tp * self.cp * self.dp // (self.expert_tp * self.ep)
+        return {"tp": self.expert_tp, "cp": 1, "ep": self.ep, "dp": edp, "pp": self.pp}
 
     @property
     def world(self) -> int:
@@ -70,9 +87,7 @@ class Layout:
         """Coordinates of a global rank. Raises StateMismatch when the rank is outside of the layout."""
         if not 0 <= rank < self.world:
             raise StateMismatch(f"rank {rank} is outside of layout {self} of {self.world} ranks")
-        dense = self._unravel(rank, {"tp": self.tp, "cp": self.cp, "ep": 1, "dp": self.dp, "pp": self.pp})
-        edp = self.tp * self.cp * self.dp // (self.expert_tp * self.ep)
-        expert = self._unravel(rank, {"tp": self.expert_tp, "cp": 1, "ep": self.ep, "dp": edp, "pp": self.pp})
+        dense, expert = self._unravel(rank, self._dense), self._unravel(rank, self._expert)
         return Coords(
             tp=dense["tp"],
             cp=dense["cp"],
@@ -85,7 +100,7 @@ class Layout:
 
     def rank(self, *, tp: int = 0, cp: int = 0, dp: int = 0, pp: int = 0) -> int:
         """Global rank of dense coordinates: the inverse of `coords`."""
-        sizes = {"tp": self.tp, "cp": self.cp, "ep": 1, "dp": self.dp, "pp": self.pp}
+        sizes = self._dense
         at = {"tp": tp, "cp": cp, "ep": 0, "dp": dp, "pp": pp}
         rank, stride = 0, 1
         for axis in self.order.split("-"):
@@ -102,8 +117,8 @@ class Layout:
         return found
 
     def __str__(self) -> str:
-        parts = [f"{axis}{getattr(self, axis)}" for axis in ("tp", "cp", "ep", "dp", "pp", "vpp")]
-        if self.etp is not None and self.etp != self.tp:
-            parts.append(f"etp{self.etp}")
-        shown = [p for p in parts if not p.endswith("p1")]
+        sizes = {axis: getattr(self, axis) for axis in ("tp", "cp", "ep", "dp", "pp", "vpp")}
+        shown = [f"{axis}{size}" for axis, size in sizes.items() if size > 1]
+        if self.expert_tp != self.tp:
+            shown.append(f"etp{self.expert_tp}")
         return "-".join(shown) or "single"

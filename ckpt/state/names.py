@@ -15,6 +15,7 @@ from ckpt.errors import Unsupported
 Key = str | int
 _LONGEST_COMPONENT = 200
 _LONGEST_FOLDER = 700
+SURROGATE_PAIR = re.compile("[\ud800-\udbff][\udc00-\udfff]")
 
 
 def join(path: Iterable[Key]) -> str:
@@ -29,6 +30,8 @@ def _component(key: Key) -> str:
         raise Unsupported(f"state key {key!r} is a {type(key).__name__}; only str and int keys can be named")
     if key == "":
         return "%"
+    if SURROGATE_PAIR.search(key):
+        raise Unsupported(f"state key {key!r} holds a surrogate pair as two characters, which JSON cannot keep")
     escaped = key.replace("%", "%25").replace("/", "%2F")
     return "%7E" + escaped[1:] if escaped.startswith("~") else escaped
 
@@ -49,10 +52,10 @@ def _key(component: str) -> Key:
 def folder(name: str) -> str:
     """The folder of a tensor's array below `state/tensors/`: safe on any file system and object store.
 
-    Characters outside of A-Z a-z 0-9 . _ - ~ are percent-encoded (UTF-8, upper-case hex), as are a leading ".", a
-    leading "__" (reserved by Zarr) and the name "zarr.json". A component longer than 200 characters is cut to 150 and
-    ends in "~" and 32 hex digits of the SHA-256 of its full encoded form; a folder longer than 700 characters is
-    "~" and the SHA-256 of the name.
+    Characters outside of A-Z a-z 0-9 . _ - and a leading ~ are percent-encoded (UTF-8, upper-case hex), as are a
+    leading ".", a leading "__" (reserved by Zarr) and the name "zarr.json". A component longer than 200 characters is
+    cut to 150 and ends in "~" and 32 hex digits of the SHA-256 of its full encoded form; a folder longer than 700
+    characters is "~" and the SHA-256 of the name.
     """
     parts = "/".join(_safe(component) for component in name.split("/"))
     if len(parts) > _LONGEST_FOLDER:
@@ -61,7 +64,7 @@ def folder(name: str) -> str:
 
 
 def _safe(component: str) -> str:
-    encoded = re.sub(r"[^A-Za-z0-9._~-]", lambda m: "".join(f"%{b:02X}" for b in _utf8(m[0])), component)
+    encoded = re.sub(r"(?!^)~|[^A-Za-z0-9._~-]", lambda m: "".join(f"%{b:02X}" for b in _utf8(m[0])), component)
     if encoded.startswith(".") or encoded == "zarr.json":
         encoded = encoded.replace(".", "%2E", 1)
     if encoded.startswith("__"):

@@ -136,6 +136,12 @@ class Arrays:
         }
         return ts.open(spec, open=True, assume_metadata=True, context=self._context).result()
 
+    def put(self, key: str, data: bytes) -> ts.Future[Any]:
+        """Starts to write a small object of the state tree, a `zarr.json`. The future must be kept until it is done."""
+        path = self._kvstore.get("path", "") + self._prefix
+        store = ts.KvStore.open(self._kvstore | {"path": path}, context=self._context).result()
+        return store.write(key, data)
+
     def describe(self, number: int) -> str:
         """Folder of an array, for messages."""
         return self._prefix + array_folder(self._catalogue, self._catalogue.arrays[number])

@@ -68,7 +68,8 @@ def held_digests(catalogue: Catalogue, held: Mapping[int, Mapping[str, list[tupl
     found: dict[str, list[tuple[int, Box, Digest]]] = defaultdict(list)
     for rank, tensors in held.items():
         for name, boxes in tensors.items():
-            found[name] += [(rank, box, digest) for box, digest in boxes]
+            for box, digest in boxes:
+                found[name].append((rank, box, digest))
     digests = {}
     for spec in catalogue.tensors:
         entries = found.pop(spec.name, [])
@@ -109,8 +110,7 @@ def publish(
     _create_same(store, prefix + "manifest.json", sealed.manifest.document())
     fault("commit.manifest")
     _create_same(store, prefix + "ranks/manifest.json", sealed.ranks)
-    store.sync(prefix.rstrip("/"))
-    fault("commit.append")
+    fault("commit.append")  # all parts are durable by now: a receipt is created after what it stands for was synced
     record = log.append_fenced(intent.claim, sealed.document, lambda h: settled(h, intent.attempt))
     fault("commit.done")
     if record.kind != "commit":
@@ -131,33 +131,45 @@ def void(log: Log, claim: str, attempt: str, reason: str) -> Record:
 
 def complete_last(store: ObjectStore, log: Log) -> Record | None:
     """Commits the attempt of the last claim that has all its receipts but no outcome, if there is one: what a dead job
-    had finished writing is not lost. Called by a job before it claims."""
-    last = log.read().last_claim
+    had finished writing is not lost. Called by a job before it claims. Raises Fenced when another job claims first.
+
+    An attempt that does not follow that claim's newest commit is left alone: its job went on without it.
+    """
+    history = log.read()
+    last = history.last_claim
     if last is None:
         return None
     prefix = f"attempts/{last.claim}/"
     keys = store.list(prefix)
     attempts = sorted({key[len(prefix) :].split("/")[0] for key in keys})
-    done = None
-    for attempt in attempts:
-        if settled(log.read(), attempt) is None:
-            done = _complete(store, log, prefix + attempt + "/", keys) or done
-    return done
+    newest = next((r.number for r in reversed(history.records) if r.kind == "commit" and r.claim == last.claim), None)
+    found = [_finished(store, f"{prefix}{a}/", keys) for a in attempts if settled(history, a) is None]
+    whole = [(intent, sealed) for intent, sealed in filter(None, found) if newest in (None, intent.parent)]
+    for intent, sealed in sorted(whole, key=lambda pair: pair[0].step, reverse=True):
+        try:
+            return publish(store, log, intent, sealed)
+        except CorruptCheckpoint:
+            continue
+        except StoreError:  # unless the attempt was voided meanwhile
+            if settled(log.read(), intent.attempt) is None:
+                raise
+    return None
 
 
-def _complete(store: ObjectStore, log: Log, prefix: str, keys: Mapping[str, int]) -> Record | None:
+def _finished(store: ObjectStore, prefix: str, keys: Mapping[str, int]) -> tuple[Intent, Sealed] | None:
+    """An attempt whose receipts prove it whole; None for any other, however damaged: nobody will miss it."""
     receipts = [k for k in keys if k.startswith(prefix + "receipts/")]
-    if prefix + "intent.json" not in keys or prefix + "run.json" not in keys:
-        return None
-    intent = Intent.parse(store.get(prefix + "intent.json"), f"{store.url}/{prefix}intent.json")
-    if len(receipts) != intent.world:
-        return None
-    parsed = [Receipt.parse(store.get(k), f"{store.url}/{k}") for k in receipts]
     try:
-        sealed = assemble(intent, parsed, store.get(prefix + "run.json"), store.url)
-    except (StateMismatch, CorruptCheckpoint):
+        intent = Intent.parse(store.get(prefix + "intent.json"), f"{store.url}/{prefix}intent.json")
+        if len(receipts) != intent.world:
+            return None
+        parsed = [Receipt.parse(store.get(k), f"{store.url}/{k}") for k in receipts]
+        run = store.get(prefix + "run.json")
+        if prefix != attempt_prefix(intent.claim, intent.attempt):
+            return None
+        return intent, assemble(intent, parsed, run, store.url)
+    except (NotFound, StateMismatch, CorruptCheckpoint):
         return None
-    return publish(store, log, intent, sealed)
 
 
 def _create_same(store: ObjectStore, key: str, data: bytes) -> None:

@@ -7,8 +7,11 @@ never will be), `retire` (a checkpoint's data may be deleted).
 
 from __future__ import annotations
 
+import contextlib
+import re
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +21,24 @@ from ckpt.store.objects import NotFound, ObjectStore
 
 KINDS = ("claim", "commit", "void", "retire")
 FORMAT = 1
+
+_FIELDS: dict[str, dict[str, type]] = {
+    "claim": {"claim": str},
+    "commit": {
+        "claim": str,
+        "attempt": str,
+        "step": int,
+        "state_id": str,
+        "manifest": str,
+        "ranks": str,
+        "run": str,
+    },
+    "void": {"claim": str, "attempt": str},
+    "retire": {"claim": str, "commit": int},
+}
+
+_TRIES = 8  # of an append whose outcome is unknown, over about ten seconds
+_READERS = 16  # records of a long log are read by so many threads
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,53 +112,69 @@ class Log:
         self._store = store
         self._records: list[Record] = []
 
+    @property
+    def last(self) -> int:
+        """Number of the last record that was read or appended; asks nobody."""
+        return len(self._records)
+
     def read(self) -> History:
         """The whole log as it is now: an uncached listing when nothing is known yet, then a probe of each next
-        number until one is absent. Raises CorruptCheckpoint for a gap or a malformed record."""
-        if not self._records:
+        number until one is absent. Raises CorruptCheckpoint for a gap, a foreign file or a malformed record."""
+        known = len(self._records)
+        if not known:
             self._store.sync("log")
-            for key in sorted(self._store.list("log/")):
-                if key != _key(len(self._records) + 1):
-                    raise CorruptCheckpoint(
-                        f"{self._store.url}/{key}: the log must continue with {_key(len(self._records) + 1)}; "
-                        "a record was lost or a foreign file lies there"
-                    )
-                self._take(self._store.get(key))
-        while True:
+            self._read_listed(list(self._store.list("log/")))
+            known = len(self._records)
+        with contextlib.suppress(NotFound):
+            while True:
+                self._take(self._store.get(_key(len(self._records) + 1)))
+        if len(self._records) > known:
+            self._store.sync("log")
+        return History(tuple(self._records))
+
+    def _read_listed(self, keys: list[str]) -> None:
+        """Takes the records up to the last one listed. Others may append meanwhile, so the listing of a directory may
+        show a record and not one before it: only reading tells that a record is missing."""
+        foreign = [key for key in keys if not re.fullmatch(r"log/[0-9]{12}\.json", key) or key == _key(0)]
+        if foreign:
+            raise CorruptCheckpoint(f"{self._store.url}/{foreign[0]}: a foreign file in the log; move it away")
+        wanted = [_key(number) for number in range(1, int(max(keys)[4:16]) + 1)] if keys else []
+        with ThreadPoolExecutor(_READERS) as pool:
+            reading = [pool.submit(self._store.get, key) for key in wanted]
+        for key, record in zip(wanted, reading, strict=True):
             try:
-                data = self._store.get(_key(len(self._records) + 1))
+                self._take(record.result())
             except NotFound:
-                return History(tuple(self._records))
-            self._take(data)
+                raise CorruptCheckpoint(
+                    f"{self._store.url}/{key}: this record of the log is missing, though {max(keys)} is there; "
+                    "restore it from a copy of the root"
+                ) from None
 
     def append(self, document: Json) -> bool:
         """Tries to create the next record after what was last read. True: it is there, put by this call, or by an
-        earlier one of the same document whose answer was lost. False: another record took the number; read again."""
+        earlier one of the same document whose answer was lost. False: another record took the number; read again.
+        StoreError: not known, though tried and read back for a while."""
         number = len(self._records) + 1
         data = canonical_json({"format": FORMAT, **document})
-        for attempt in range(8):
+        failure = StoreError(f"{self._store.url}/{_key(number)}: the store says that it exists, but cannot read it")
+        for attempt in range(_TRIES):
+            if attempt:
+                time.sleep(min(4.0, 0.05 * 2**attempt))
             try:
-                if self._store.create(_key(number), data):
-                    self._store.sync("log")
-                    self._take(data)
-                    return True
-                return self._read_back(number) == data
+                created = self._store.create(_key(number), data)
             except StoreError as error:
-                if isinstance(error, NotFound) or attempt == 7:
-                    raise
-                found = self._read_back(number)
-                if found is not None:
-                    return found == data
-                time.sleep(min(4.0, 0.1 * 2**attempt))
-        raise AssertionError("unreachable")
-
-    def _read_back(self, number: int) -> bytes | None:
-        try:
-            found = self._store.get(_key(number))
-        except NotFound:
-            return None
-        self._take(found)
-        return found
+                created, failure = False, error
+            try:
+                found = data if created else self._store.get(_key(number))
+                self._store.sync("log")
+            except NotFound:
+                continue
+            except StoreError as error:
+                failure = error
+                continue
+            self._take(found)
+            return found == data
+        raise failure
 
     def append_fenced(self, claim: str, document: Json, settled: Callable[[History], Record | None]) -> Record:
         """Appends a record that only the last claimant may append.
@@ -165,13 +202,30 @@ class Log:
         number = len(self._records) + 1
         where = f"{self._store.url}/{_key(number)}"
         document = parse_json(data, where)
-        if not isinstance(document, dict) or document.get("kind") not in KINDS or "claim" not in document:
-            raise CorruptCheckpoint(f"{where}: not a log record")
-        check_format(document, where)
-        parent = document.get("parent")
-        if parent is not None and not 0 < parent < number:
-            raise CorruptCheckpoint(f"{where}: its parent {parent} is not an earlier record")
+        fault = self._fault(document, where)
+        if fault is not None:
+            raise CorruptCheckpoint(f"{where}: not a log record: {fault}; restore it from a copy of the root")
         self._records.append(Record(number, document))
+
+    def _fault(self, document: Json, where: str) -> str | None:
+        """What is wrong with a document as the next record, or None."""
+        if not isinstance(document, dict):
+            return "it is not an object"
+        check_format(document, where)
+        kind = document.get("kind")
+        if kind not in KINDS:
+            return f"its kind is {kind!r}"
+        for name, wanted in _FIELDS[kind].items():
+            if type(document.get(name)) is not wanted:
+                return f"{name} of a {kind} is {document.get(name)!r}"
+        before = {"commit": document.get("parent"), "retire": document.get("commit")}.get(kind)
+        if before is not None and (
+            type(before) is not int
+            or not 0 < before <= len(self._records)
+            or self._records[before - 1].kind != "commit"
+        ):
+            return f"it refers to {before!r}, which is no earlier commit"
+        return None
 
 
 def check_fence(history: History, claim: str, url: str) -> None:

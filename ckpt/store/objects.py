@@ -66,8 +66,8 @@ class ObjectStore(Protocol):
         power loss a removed file may be back. On POSIX folders left empty go too.
         """
 
-    def sync(self, prefix: str) -> None:
-        """POSIX: fsync every directory under the folder `prefix`, deepest first, then its ancestors up to the
+    def sync(self, *prefixes: str) -> None:
+        """POSIX: fsync every directory under these folders, deepest first, then their ancestors up to the
         root's parent, so that names written by others survive a power loss too (their writers fsync the
         files' contents). Elsewhere there is nothing to do. May be called again, also after an error.
         """

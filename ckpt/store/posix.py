@@ -70,7 +70,7 @@ class PosixStore:
             except BaseException:
                 _unlink(temp)
                 raise
-            self._fsync_up(folder)
+            self._fsync_up(self._up(folder))
 
     def create(self, key: str, data: bytes) -> bool:
         path, where = self._path(key)
@@ -83,7 +83,7 @@ class PosixStore:
             finally:
                 _unlink(temp)
             if created:
-                self._fsync_up(folder)
+                self._fsync_up(self._up(folder))
             elif os.path.isdir(final):
                 raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
             return created
@@ -112,15 +112,19 @@ class PosixStore:
                     os.rmdir(folder)
                     folder = os.path.dirname(folder)
 
-    def sync(self, prefix: str) -> None:
-        check_prefix(self.url, prefix)
-        where = f"{self.url}/{prefix}"
-        with _explained(where, "fsync"):
-            top = self._inside(os.path.join(self._root, prefix.removesuffix("/")), where)
-            for folder, _, _ in os.walk(top, topdown=False, onerror=_unless_absent):
-                if folder != top:
-                    _fsync(folder)
-            self._fsync_up(top)
+    def sync(self, *prefixes: str) -> None:
+        above: set[str] = set()
+        for prefix in prefixes:
+            check_prefix(self.url, prefix)
+            where = f"{self.url}/{prefix}"
+            with _explained(where, "fsync"):
+                top = self._inside(os.path.join(self._root, prefix.removesuffix("/")), where)
+                for folder, _, _ in os.walk(top, topdown=False, onerror=_unless_absent):
+                    if folder != top:
+                        _fsync(folder)
+                above.update(self._up(top))
+        with _explained(self.url, "fsync"):
+            self._fsync_up(above)
 
     def _path(self, key: str) -> tuple[str, str]:
         check_key(self.url, key)
@@ -154,13 +158,17 @@ class PosixStore:
             return temp
         raise StoreError(f"{where}: its folder is removed as fast as it is made; stop what deletes there")
 
-    def _fsync_up(self, folder: str) -> None:
-        """fsync `folder` and its ancestors up to the root's parent. Missing ones have no names to keep."""
-        while True:
-            _fsync(folder)
-            if folder == self._root:
-                break
+    def _up(self, folder: str) -> Iterator[str]:
+        """`folder` and its ancestors up to the root."""
+        yield folder
+        while folder != self._root:
             folder = os.path.dirname(folder)
+            yield folder
+
+    def _fsync_up(self, folders: Iterable[str]) -> None:
+        """fsync folders, the deepest first, and the root's parent. Missing ones have no names to keep."""
+        for folder in sorted(folders, key=len, reverse=True):
+            _fsync(folder)
         # A parent that may be entered but not read was not made by us, nor was the root in it.
         with contextlib.suppress(PermissionError):
             _fsync(os.path.dirname(self._root))

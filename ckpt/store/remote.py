@@ -172,8 +172,9 @@ class S3Store:
                 said = f"{fault.get('Code')}: {fault.get('Message')}"
                 raise StoreError(f"{where}: cannot delete: {said}; check the policy, then delete again")
 
-    def sync(self, prefix: str) -> None:
-        check_prefix(self.url, prefix)
+    def sync(self, *prefixes: str) -> None:
+        for prefix in prefixes:
+            check_prefix(self.url, prefix)
 
     def _run(
         self,
@@ -322,8 +323,9 @@ class FsspecStore:
             except NotFound:
                 continue
 
-    def sync(self, prefix: str) -> None:
-        check_prefix(self.url, prefix)
+    def sync(self, *prefixes: str) -> None:
+        for prefix in prefixes:
+            check_prefix(self.url, prefix)
 
     def _call(self, key: str, doing: str, act: Callable[[], Any]) -> Any:
         where = f"{self.url}/{key}"

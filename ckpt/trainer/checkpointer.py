@@ -29,7 +29,7 @@ from ckpt.state import TrainState
 from ckpt.state.values import canonical_json, parse_json
 from ckpt.store import arrays
 from ckpt.store.commit import complete_last
-from ckpt.store.log import Log, Record
+from ckpt.store.log import Log, Record, check_fence
 from ckpt.store.objects import kvstore_spec, open_store, probe
 
 State = Mapping[str, Any] | TrainState
@@ -92,15 +92,17 @@ class Checkpointer:
         self.layout = layout
         self._read_only = read_only
         self._comm = Comm(process_group, timeout)
-        if layout is not None and layout.world != self._comm.world:
-            raise StateMismatch(f"layout {layout} has {layout.world} ranks, the job has {self._comm.world}")
-        self._store = open_store(where, storage_options)
-        kvstore = kvstore_spec(where, storage_options)
-        context = arrays.context(threads=max(1, torch.get_num_threads()))
-        self._session = Session(self._store, kvstore, Log(self._store), self._comm, context, faults)
+        with self._comm.operation("open"), self._comm.phase("open"):
+            if layout is not None and layout.world != self._comm.world:
+                raise StateMismatch(f"layout {layout} has {layout.world} ranks, the job has {self._comm.world}")
+            self._store = open_store(where, storage_options)
+            kvstore = kvstore_spec(where, storage_options)
+            context = arrays.context(threads=max(1, torch.get_num_threads()))
+            self._session = Session(self._store, kvstore, Log(self._store), self._comm, context, faults)
         self._cache = saving.PlanCache()
         self._claim: str | None = None
         self._base: int | None = None
+        self._seen = 0  # records of the log that were there when the base was set (rank 0)
         self._invalid: str | None = None
 
     @property
@@ -119,21 +121,22 @@ class Checkpointer:
         if self._invalid is not None:
             raise StateInvalid(f"not saved: {self._invalid}")
         begin = time.perf_counter()
-        with self._comm.phase("save: capture"):
-            if type(step) is not int or step < 0:
-                raise StateMismatch(f"step {step!r} must be a non-negative int")
-            captured = capture(state)
-        claim = self._claimed()
-        done = saving.save(
-            self._session,
-            self._cache,
-            captured,
-            claim=claim,
-            parent=self._base,
-            step=step,
-            layout=self.layout,
-        )
-        self._base = done.record.number
+        with self._comm.operation("save"):
+            with self._comm.phase("save: capture"):
+                if type(step) is not int or step < 0:
+                    raise StateMismatch(f"step {step!r} must be a non-negative int")
+                captured = capture(state)
+            claim = self._claimed()
+            done = saving.save(
+                self._session,
+                self._cache,
+                captured,
+                claim=claim,
+                parent=self._parent(claim),
+                step=step,
+                layout=self.layout,
+            )
+        self._base = self._seen = done.record.number
         state_id = str(done.record.document["state_id"])
         return Receipt(step, state_id, done.bytes, time.perf_counter() - begin, done.phases, done.plan)
 
@@ -161,29 +164,30 @@ class Checkpointer:
         """
         begin = time.perf_counter()
         options = Options(tuple(allow_missing), tuple(allow_extra), tuple(cast or ()))
-        if not self._read_only:
-            self._claimed()
-        self._session.faults("load.claimed")
-        record = self._pick(step)
-        if record is None:
-            return None
-        opened = open_commit(self._session, record if self._comm.rank == 0 else None)
         document = saving.layout_document(self.layout)
         try:
-            done = loading.load(
-                self._session,
-                opened,
-                lambda found: capture(state, _known(found)),
-                options,
-                verify=verify,
-                atomic=atomic,
-                layout=document,
-            )
+            with self._comm.operation("load"):
+                if not self._read_only:
+                    self._claimed()
+                self._session.faults("load.claimed")
+                record = self._pick(step)
+                if record is None:
+                    return None
+                opened = open_commit(self._session, record if self._comm.rank == 0 else None)
+                done = loading.load(
+                    self._session,
+                    opened,
+                    lambda found: capture(state, _known(found)),
+                    options,
+                    verify=verify,
+                    atomic=atomic,
+                    layout=document,
+                )
         except StateInvalid as error:
             self._invalid = str(error)
             raise
         self._invalid = None
-        self._base = opened.record.number
+        self._base, self._seen = opened.record.number, self._session.log.last
         return Restored(
             opened.record.step,
             opened.manifest.state_id,
@@ -245,6 +249,19 @@ class Checkpointer:
             }
         )
         return claim
+
+    def _parent(self, claim: str) -> int | None:
+        """Collective: the commit that the next one follows: the last that was loaded or saved, or a later one of this
+        job that landed although its save raised. Raises Fenced before anything is written."""
+        found: bytes | None = None
+        with self._comm.phase("save: read the log"):
+            if self._comm.rank == 0:
+                history = self._session.log.read()
+                check_fence(history, claim, self.url)
+                landed = [r.number for r in history.records[self._seen :] if r.kind == "commit" and r.claim == claim]
+                found = canonical_json(landed[-1] if landed else self._base)
+        parent: int | None = parse_json(self._comm.broadcast(found, "save: parent"), "save: parent")
+        return parent
 
     def _pick(self, step: int | None) -> Record | None:
         """Collective: the commit to load, the same on every rank."""
