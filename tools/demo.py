@@ -15,6 +15,7 @@ This process starts the workers (itself, as `demo.py worker`), reads the JSON li
 
 import argparse
 import contextlib
+import faulthandler
 import hashlib
 import json
 import os
@@ -40,7 +41,7 @@ from tests.support.s3 import S3Server  # noqa: E402
 EVERY = 4  # steps between saves
 KILL_FROM = 12  # the first step whose save may be killed
 GIVE_UP = 40  # a run that could not be killed in mid-save by this step is a failure of the demo
-PATIENCE = 120  # seconds for one run
+PATIENCE = 300  # seconds for one run, which takes about ten on a free machine
 OPTIONS = "CKPT_DEMO_STORAGE_OPTIONS"  # carries the storage options (with their secret) to the workers
 
 Event = dict[str, Any]
@@ -69,6 +70,7 @@ class Failed(Exception):
 
 def work(args: argparse.Namespace) -> None:
     """Resume from the newest checkpoint if there is one, train until the given step, save every few steps."""
+    faulthandler.register(signal.SIGUSR1)
     warnings.filterwarnings("ignore")
     import torch
     import torch.distributed as dist
@@ -174,7 +176,10 @@ class Job:
                 event = self._lines.get(timeout=0.5)
             except queue.Empty:
                 if time.monotonic() > deadline:
-                    raise Failed(f"the {self.shape.name} run is not done after {PATIENCE} s") from None
+                    self.signal(signal.SIGUSR1)  # every worker writes its stack to its log
+                    time.sleep(1)
+                    stacks = "\n".join(_tail(path, 25) for path in self._logs)
+                    raise Failed(f"the {self.shape.name} run is not done after {PATIENCE} s:\n{stacks}") from None
                 if any(process.poll() for process in self._processes):
                     break
                 continue
@@ -184,8 +189,7 @@ class Job:
         for process, path in zip(self._processes, self._logs, strict=True):
             code = _wait(process)
             if code:
-                tail = "\n".join(path.read_text(errors="replace").splitlines()[-15:])
-                raise Failed(f"a process of the {self.shape.name} run ended with code {code}:\n{tail}")
+                raise Failed(f"a process of the {self.shape.name} run ended with code {code}:\n{_tail(path, 15)}")
 
     def signal(self, number: signal.Signals) -> None:
         for process in self._processes:
@@ -199,6 +203,10 @@ class Job:
             process.kill()
         for process in self._processes:
             process.wait()
+
+
+def _tail(path: Path, lines: int) -> str:
+    return "\n".join([f"{path.stem}:", *path.read_text(errors="replace").splitlines()[-lines:]])
 
 
 def _wait(process: subprocess.Popen[bytes]) -> int | None:
@@ -252,7 +260,7 @@ def kill_in_mid_save(job: Job, store: Store, before: set[str]) -> str | None:
     def written() -> list[str]:
         return [key for key in store.keys("attempts") if _attempt(key) not in before]
 
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while not written():
         if time.monotonic() > deadline:
             raise Failed("a save was announced, but no attempt appeared in the store")
