@@ -10,6 +10,8 @@ summed over the ranks above the figure just before the call, sampled every 5 ms.
 from __future__ import annotations
 
 import argparse
+import ctypes
+import gc
 import platform
 import shutil
 import statistics
@@ -19,6 +21,7 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +103,8 @@ class Series:
 
 
 def measure(series: Series, call: Callable[[], Any]) -> None:
+    gc.collect()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)  # memory that an earlier call left with the allocator counts as growth
     dist.barrier()
     with PeakMemory() as memory:
         begin = time.perf_counter()
@@ -124,12 +129,12 @@ def compare(rank: int, world: int, folder: str, total: int, repeat: int) -> dict
             counted = found if turn else {op: {"ckpt": Series(), "dcp": Series()} for op in found}
             peer = f"{folder}/dcp-{turn}"
             operations: list[tuple[str, str, Callable[[], Any]]] = [
-                ("save", "ckpt", lambda step=turn: ck.save(step, saved)),
-                ("save", "dcp", lambda peer=peer: dcp.save(dict(saved), checkpoint_id=peer)),
-                ("load", "ckpt", lambda: ck.load(rows)),
-                ("load", "dcp", lambda peer=peer: dcp.load(dict(rows), checkpoint_id=peer)),
-                ("reshard-load", "ckpt", lambda: ck.load(columns)),
-                ("reshard-load", "dcp", lambda peer=peer: dcp.load(dict(columns), checkpoint_id=peer)),
+                ("save", "ckpt", partial(ck.save, turn, saved)),
+                ("save", "dcp", partial(dcp.save, dict(saved), checkpoint_id=peer)),
+                ("load", "ckpt", partial(ck.load, rows)),
+                ("load", "dcp", partial(dcp.load, dict(rows), checkpoint_id=peer)),
+                ("reshard-load", "ckpt", partial(ck.load, columns)),
+                ("reshard-load", "dcp", partial(dcp.load, dict(columns), checkpoint_id=peer)),
             ]
             for start in range(0, len(operations), 2):
                 pair = operations[start : start + 2]

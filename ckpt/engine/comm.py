@@ -1,7 +1,7 @@
 """How the ranks of one job talk about a checkpoint, and how they fail together.
 
-A process group of its own (gloo): the training group is never used. Every wait is bounded and watches for the failure
-of another rank, so that a rank that raises or dies hangs nobody.
+A gloo group of its own, which torch.distributed does not list: the training group is never used. Every wait is bounded
+and watches for the failure of another rank, so that a rank that raises or dies hangs nobody.
 
 Two kinds of failure. An error inside a `phase` is agreed on by all ranks, which stay in step: all raise, and the next
 operation may succeed. Anything else (a death, a time-out, an interrupt in a wait, an error between phases) breaks the
@@ -14,7 +14,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -38,7 +38,7 @@ class Comm:
         self.rank, self.world, self.timeout = 0, 1, timeout
         self._broken: str | None = None
         self._agreed = self._in_phase = self._closed = False
-        self._group: dist.ProcessGroup | None = None
+        self._group: Any = None  # a ProcessGroupGloo that nothing else keeps: letting it go closes its connections
         self._work: dist.Work | None = None
         if not (dist.is_available() and dist.is_initialized()):
             return
@@ -46,14 +46,14 @@ class Comm:
         self.rank, self.world = ranks.index(dist.get_rank()), len(ranks)
         if self.world == 1:
             return
-        self._group = dist.new_group(
-            ranks,
-            backend="gloo",
-            timeout=timedelta(seconds=timeout),
-            use_local_synchronization=process_group is not None,
-        )
-        prefix = f"ckpt/{self._group.group_name}"
-        self._store = dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store())
+        # Not dist.new_group: it needs every rank of the world, or else names the group by how many groups each rank
+        # happens to have, and again the same once one is destroyed. Here: the n-th group of these ranks.
+        store = dist.distributed_c10d._get_default_store()
+        name = "ckpt/" + "-".join(map(str, ranks))
+        number = store.add(f"{name}/made by {self.rank}", 1)
+        self._store = dist.PrefixStore(f"{name}/{number}", store)
+        rendezvous = dist.PrefixStore("gloo", self._store)
+        self._group = dist.ProcessGroupGloo(rendezvous, self.rank, self.world, timedelta(seconds=timeout))
 
     @property
     def broken(self) -> bool:
@@ -115,7 +115,7 @@ class Comm:
             self._check()
             return [data]
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world)]
-        self._wait(lambda: dist.all_gather(sizes, torch.tensor([len(data)]), group=self._group, async_op=True), what)
+        self._wait(lambda: self._group.allgather([sizes], [torch.tensor([len(data)])]), what)
         longest = max(int(s) for s in sizes)
         if longest == 0:
             return [b""] * self.world
@@ -123,7 +123,7 @@ class Comm:
         if data:
             padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         found = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.world)]
-        self._wait(lambda: dist.all_gather(found, padded, group=self._group, async_op=True), what)
+        self._wait(lambda: self._group.allgather([found], [padded]), what)
         return [f[: int(n)].numpy().tobytes() for f, n in zip(found, sizes, strict=True)]
 
     def broadcast(self, data: bytes | None, what: str) -> bytes:
@@ -131,14 +131,13 @@ class Comm:
         if self._group is None:
             self._check()
             return data or b""
-        root = dist.get_global_rank(self._group, 0)
         size = torch.tensor([len(data or b"")])
-        self._wait(lambda: dist.broadcast(size, root, group=self._group, async_op=True), what)
+        self._wait(lambda: self._group.broadcast(size, 0), what)
         buffer = torch.zeros(int(size), dtype=torch.uint8)
         if data:
             buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
         if int(size):
-            self._wait(lambda: dist.broadcast(buffer, root, group=self._group, async_op=True), what)
+            self._wait(lambda: self._group.broadcast(buffer, 0), what)
         return buffer.numpy().tobytes()
 
     def exchange(
@@ -153,8 +152,7 @@ class Comm:
         if self._group is None:
             self._check()
             return
-        splits = {"output_split_sizes": list(received), "input_split_sizes": list(sent)}
-        self._wait(lambda: dist.all_to_all_single(receive, send, **splits, group=self._group, async_op=True), what)
+        self._wait(lambda: self._group.alltoall_base(receive, send, list(received), list(sent)), what)
 
     def _wait(self, begin: Callable[[], dist.Work], what: str) -> None:
         self._check()
@@ -213,8 +211,6 @@ class Comm:
         """Closes this rank's connections, which ends what other ranks still wait for. Not while a wait of its own is
         under way, which closing would sit out."""
         if self._group is not None and (self._work is None or self._work.is_completed()):
-            with contextlib.suppress(Exception):  # the caller may have destroyed all groups before
-                dist.destroy_process_group(self._group)
             self._group = self._work = None
 
     def _check(self) -> None:

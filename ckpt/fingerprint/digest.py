@@ -37,6 +37,7 @@ from ckpt.native import bytedot, field
 Digest: TypeAlias = tuple[int, int]
 ZERO: Digest = (0, 0)
 
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # copies of a bool would not keep its bits
 _FEW_WORDS = 64  # rows shorter than this are merged with the axis before
 _BLOCK_BYTES = 2 << 20
 _PIECE_WORDS = 8192  # words of a row in one product
@@ -75,6 +76,7 @@ def box_digest(view: torch.Tensor, box: Box, shape: Index) -> Digest:
     if not box.volume:
         return ZERO
     itemsize = view.element_size()
+    view = view.view(_BITS.get(itemsize, view.dtype))
     if itemsize > 4 and view.dim():
         return _planes_digest(view, box, shape)
     sums = np.zeros(2, dtype=np.uint64)

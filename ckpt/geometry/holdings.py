@@ -37,7 +37,7 @@ class Holdings:
         for key, holders in zip(keys, ranks, strict=True):
             if len(set(holders)) != len(holders):
                 twice = next(r for r in holders if holders.count(r) > 1)
-                raise StateMismatch(f"rank {twice} gives box {Box(*key)} twice")
+                raise StateMismatch(f"rank {twice} gives box {Box(*key)} twice; give each part of a tensor once")
         return Holdings(tuple(Box(*key) for key in keys), ranks)
 
     @cached_property
@@ -70,7 +70,9 @@ class Holdings:
         whole = Box.whole(shape)
         for box, ranks in zip(self.boxes, self.ranks, strict=True):
             if len(box.offset) != len(shape) or not whole.contains(box):
-                raise StateMismatch(f"{name}: rank {ranks[0]} gives box {box}, outside of shape {shape}")
+                raise StateMismatch(
+                    f"{name}: rank {ranks[0]} gives box {box}, outside of shape {shape}; correct its box, or the shape"
+                )
         if not whole.volume or (len(self.boxes) == 1 and self.boxes[0] == whole):
             return
         lo, hi = self.bounds

@@ -58,7 +58,8 @@ class Layout:
                 f"layout: etp={self.expert_tp} x ep={self.ep} must divide tp x cp x dp = {stage}; "
                 "set etp (it defaults to tp)"
             )
-        faster = self.order.split("-pp")[0].split("-") if not self.order.startswith("pp") else []
+        axes = self.order.split("-")
+        faster = axes[: axes.index("pp")]
         strides = {math.prod(sizes[axis] for axis in faster) for sizes in (self._dense, self._expert)}
         if self.pp > 1 and len(strides) > 1:
             raise StateMismatch(

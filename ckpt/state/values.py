@@ -117,16 +117,15 @@ def _decode_numpy(content: Json, where: str) -> Any:
 
 
 def _encode_tensor(value: torch.Tensor, where: str) -> Json:
-    plain = type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided
-    if not plain or value.device.type == "meta" or value.numel() * value.element_size() > _LARGEST_TENSOR:
+    kept = type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided
+    if not kept or value.device.type == "meta" or value.numel() * value.element_size() > _LARGEST_TENSOR:
         raise Unsupported(
-            f"{where}: a tensor inside a plain value must be small (at most {_LARGEST_TENSOR} bytes), strided "
-            "and not on the meta device; "
-            "make it an entry of its own in the state"
+            f"{where}: a tensor inside a plain value must be small (at most {_LARGEST_TENSOR} bytes), strided and not "
+            "on the meta device; make it an entry of its own in the state"
         )
     name = dtype_name(value.dtype, where)
-    dense = value.detach().resolve_conj().resolve_neg().cpu()
-    raw = bits(torch.empty(dense.shape, dtype=dense.dtype).copy_(dense)).numpy().tobytes()
+    dense = bits(value.detach().resolve_conj().resolve_neg().cpu())
+    raw = torch.empty(dense.shape, dtype=dense.dtype).copy_(dense).numpy().tobytes()
     return {"torch.Tensor": [name, list(value.shape), raw.hex()]}
 
 

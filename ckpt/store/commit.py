@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ckpt.errors import CorruptCheckpoint, StateMismatch, StoreError
+from ckpt.errors import CkptError, CorruptCheckpoint, StateMismatch, StoreError
 from ckpt.fingerprint import ZERO, Digest, add
 from ckpt.geometry import Box, Catalogue, Holdings
 from ckpt.state.values import Json, canonical_json
@@ -168,7 +168,9 @@ def _finished(store: ObjectStore, prefix: str, keys: Mapping[str, int]) -> tuple
         if prefix != attempt_prefix(intent.claim, intent.attempt):
             return None
         return intent, assemble(intent, parsed, run, store.url)
-    except (NotFound, StateMismatch, CorruptCheckpoint):
+    except CkptError as error:
+        if isinstance(error, StoreError) and not isinstance(error, NotFound):
+            raise
         return None
 
 

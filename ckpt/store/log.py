@@ -123,7 +123,11 @@ class Log:
         known = len(self._records)
         if not known:
             self._store.sync("log")
-            self._read_listed(list(self._store.list("log/")))
+            try:
+                self._read_listed(list(self._store.list("log/")))
+            except BaseException:
+                self._records.clear()  # or the next call would take what is before a gap for all
+                raise
             known = len(self._records)
         with contextlib.suppress(NotFound):
             while True:
@@ -241,10 +245,9 @@ def check_fence(history: History, claim: str, url: str) -> None:
 
 def check_format(document: dict[str, Any], where: str) -> None:
     """Raises CkptError for a format version that this ckpt does not read."""
-    if document.get("format") != FORMAT:
-        raise CkptError(
-            f"{where}: format version {document.get('format')!r}; this ckpt reads version {FORMAT}: use a newer ckpt"
-        )
+    found = document.get("format")
+    if type(found) is not int or found != FORMAT:
+        raise CkptError(f"{where}: format version {found!r}; this ckpt reads version {FORMAT}: use a newer ckpt")
 
 
 def _key(number: int) -> str:

@@ -61,18 +61,20 @@ class Intent:
         d = _parsed(data, where)
         try:
             tensors = tuple(_spec(*row, where=where) for row in d["tensors"])
-            return Intent(
+            intent = Intent(
                 d["claim"],
                 d["attempt"],
-                d["step"],
-                d["parent"],
-                d["world"],
+                _int(d["step"]),
+                None if d["parent"] is None else _int(d["parent"]),
+                _int(d["world"]),
                 d["plan"],
                 tensors,
                 d["aliases"],
                 d["values"],
             )
-        except (KeyError, TypeError, ValueError) as error:
+            _check_same(intent.document(), data)
+            return intent
+        except _MALFORMED as error:
             raise CorruptCheckpoint(f"{where}: malformed intent: {error!r}") from None
 
 
@@ -111,12 +113,14 @@ class Receipt:
         d = _parsed(data, where)
         try:
             held = {
-                name: [(Box(tuple(o), tuple(e)), from_hex(x)) for o, e, x in boxes] for name, boxes in d["held"].items()
+                name: [(Box(_ints(o), _ints(e)), from_hex(x)) for o, e, x in boxes] for name, boxes in d["held"].items()
             }
             written = {name: from_hex(x) for name, x in d["written"].items()}
-            objects = [(array, tuple(index)) for array, index in d["objects"]]
-            return Receipt(d["attempt"], d["rank"], d["intent"], held, written, objects, d["per_rank"])
-        except (KeyError, TypeError, ValueError) as error:
+            objects = [(_int(array), _ints(index)) for array, index in d["objects"]]
+            receipt = Receipt(d["attempt"], _int(d["rank"]), d["intent"], held, written, objects, d["per_rank"])
+            _check_same(receipt.document(), data)
+            return receipt
+        except _MALFORMED as error:
             raise CorruptCheckpoint(f"{where}: malformed receipt: {error!r}") from None
 
 
@@ -192,11 +196,19 @@ class Manifest:
         d = _parsed(data, where)
         try:
             manifest = _manifest(d, where)
-        except (KeyError, TypeError, ValueError, IndexError) as error:
-            raise CorruptCheckpoint(f"{where}: malformed manifest: {error!r}") from None
-        if manifest.state_id != d["state_id"] or manifest.document() != data:
-            raise CorruptCheckpoint(f"{where}: the manifest contradicts itself; load an older step")
-        return manifest
+            _check_same(manifest.document(), data)
+            return manifest
+        except _MALFORMED as error:
+            raise CorruptCheckpoint(f"{where}: malformed manifest: {error!r}; load an older step") from None
+
+
+_MALFORMED = (AttributeError, IndexError, KeyError, TypeError, ValueError)
+
+
+def _check_same(again: bytes, data: bytes) -> None:
+    """A record must be what its own content gives again: nothing more is in it, and a state id is the right one."""
+    if again != data:
+        raise ValueError("it contradicts itself")
 
 
 def _manifest(d: dict[str, Any], where: str) -> Manifest:
@@ -208,7 +220,7 @@ def _manifest(d: dict[str, Any], where: str) -> Manifest:
     for number, a in enumerate(d["arrays"]):
         members = [(i, r["start"]) for i, r in enumerate(rows) if r["array"] == number]
         members.sort(key=lambda m: (m[1], m[0]))
-        grid = Grid(tuple(a["shape"]), tuple(a["cell"]), tuple(a["chunk"]))
+        grid = Grid(_ints(a["shape"]), _ints(a["cell"]), _ints(a["chunk"]))
         itemsize = STORED[a["dtype"]].itemsize
         _check_members(specs, members, grid, a)
         arrays.append(StoredArray(a["dtype"], itemsize, a["packed"], grid, tuple(members)))
@@ -227,8 +239,10 @@ def _check_members(
         if spec.dtype != array["dtype"] or start < end:
             raise ValueError(f"{spec.name} does not fit its array")
         end = start + spec.nbytes // spec.itemsize
-    if array["packed"] and (len(grid.shape) != 1 or end > grid.shape[0]):
-        raise ValueError("a packed array is too short")
+    if type(array["packed"]) is not bool or not members:
+        raise ValueError("an array is of no known kind, or holds nothing")
+    if array["packed"] and grid.shape != (end,):
+        raise ValueError("a packed array does not end with its last tensor")
     if not array["packed"] and (len(members) != 1 or members[0][1] or specs[members[0][0]].shape != grid.shape):
         raise ValueError("an array does not have its tensor's shape")
 
@@ -236,9 +250,19 @@ def _check_members(
 def _spec(name: str, dtype: str, shape: list[int], stack: int, *, where: str) -> TensorSpec:
     if dtype not in STORED:
         raise CorruptCheckpoint(f"{where}: {name} has the unknown dtype {dtype!r}; use a newer ckpt")
-    if not isinstance(name, str) or any(type(n) is not int or n < 0 for n in [*shape, stack]):
+    if not isinstance(name, str) or min([*_ints(shape), _int(stack)]) < 0:
         raise ValueError(f"bad shape of {name}")
-    return TensorSpec(name, tuple(shape), dtype, STORED[dtype].itemsize, stack)
+    return TensorSpec(name, _ints(shape), dtype, STORED[dtype].itemsize, stack)
+
+
+def _int(value: Json) -> int:
+    if type(value) is not int:
+        raise ValueError(f"{value!r} is not an integer")
+    return value
+
+
+def _ints(values: Json) -> tuple[int, ...]:
+    return tuple(map(_int, values))
 
 
 def _parsed(data: bytes, where: str) -> dict[str, Any]:

@@ -92,9 +92,9 @@ def test_orders_that_megatron_refuses_are_refused(sizes: Sizes, order: str) -> N
         Layout(**sizes, order=order)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("order", ORDERS)
-def test_rank_inverts_coords(order: str) -> None:
-    layout = Layout(tp=2, cp=3, dp=2, pp=4, order=order)
+@pytest.mark.parametrize(("sizes", "order"), CASES)
+def test_rank_inverts_coords(sizes: Sizes, order: str) -> None:
+    layout = Layout(**sizes, order=order)  # type: ignore[arg-type]
     for rank in range(layout.world):
         at = layout.coords(rank)
         assert layout.rank(tp=at.tp, cp=at.cp, dp=at.dp, pp=at.pp) == rank

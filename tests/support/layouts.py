@@ -1,7 +1,7 @@
 """The labelled tiny GPT saved on one layout and loaded on others, with every bit compared.
 
     stops = [Stop(Layout(tp=4), size, root, load=True)]
-    with Crew(4) as crew:
+    with start(4) as crew:
         assert faults(stops, run_stops(crew, stops)) == []
 
 A state is the model, a torch AdamW with labelled moments and a step counter for each parameter, and a step. What
@@ -13,7 +13,7 @@ import json
 import re
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
@@ -97,12 +97,17 @@ class Visit:
     wrong: tuple[str, ...] = ()
     loaded: str | None = None  # the state id
     saved: str | None = None  # the state id
-    step: int | None = None  # of the newest checkpoint afterwards
+    step: int | None = None  # of the newest checkpoint: the one that was loaded, or the one that was saved
     seconds: float = 0.0  # of the load and the save
 
 
 Visits = list[Visit]
 """Of one stop, by rank."""
+
+
+def start(world: int) -> Crew:
+    """A crew for stops. It imports Megatron without torch's compiler, which is a second less for each rank."""
+    return Crew(world, env={"TORCHDYNAMO_DISABLE": "1"})
 
 
 def run_stops(crew: Crew, stops: Sequence[Stop]) -> list[Visits]:
@@ -116,7 +121,7 @@ def tour(stops: Sequence[Stop]) -> list[Visits]:
     found: dict[int, Visits] = {}
     for world in sorted({stop.layout.world for stop in stops}, reverse=True):
         here = [number for number, stop in enumerate(stops) if stop.layout.world == world]
-        with Crew(world) as crew:
+        with start(world) as crew:
             found.update(zip(here, run_stops(crew, [stops[number] for number in here]), strict=True))
     return [found[number] for number in range(len(stops))]
 
@@ -195,20 +200,21 @@ def _at(stop: Stop) -> Visit:
             return Visit(("the random init held some of the labels already",))
         if stop.seed % 2:  # every other time the optimizer has moments of its own, else it has none
             _take_a_step(model, optimizer)
-    loaded = saved = None
-    seconds = 0.0
+    visit = Visit()
     with ckpt.Checkpointer(stop.root.url, layout=stop.layout, storage_options=stop.root.storage_options) as ck:
         if stop.load:
-            loaded = ck.load(state)
-            if loaded is None or not loaded.verified:
+            restored = ck.load(state)
+            if restored is None or not restored.verified:
                 return Visit(("nothing was loaded and verified",))
-            seconds += loaded.seconds
-        lines = wrong(model, optimizer, state["step"])
+            visit = replace(visit, loaded=restored.state_id, step=restored.step, seconds=restored.seconds)
+        visit = replace(visit, wrong=tuple(wrong(model, optimizer, state["step"])))
         if stop.save:
-            saved = ck.save(loaded.step + 1 if loaded else 1, state)
-            seconds += saved.seconds
-        step = ck.latest()
-    return Visit(tuple(lines), loaded and loaded.state_id, saved and saved.state_id, step, seconds)
+            receipt = ck.save((visit.step or 0) + 1, state)
+            seconds = visit.seconds + receipt.seconds
+            visit = replace(visit, saved=receipt.state_id, step=receipt.step, seconds=seconds)
+        if ck.latest() != visit.step:
+            visit = replace(visit, wrong=(*visit.wrong, f"the newest step is {ck.latest()}, not {visit.step}"))
+    return visit
 
 
 def _take_a_step(model: Any, optimizer: torch.optim.Optimizer) -> None:
