@@ -100,7 +100,7 @@ class Table:
 @lru_cache(maxsize=256)
 def table(columns: Columns, unit: int) -> Table:
     """unit: bytes per counted unit (1, 2 or 4)."""
-    if len(columns.runs) == 1 and columns.runs[0].size > DIGIT // 8:
+    if len(columns.runs) == 1 and columns.runs[0].size >= DIGIT // 8:
         return _slice_of_axis(columns, unit)
     values = byte_values(product(columns.runs), columns.first_byte, columns.last_byte)
     return Table(bytedot.digit_table(values), field.total(values), field.total(values[:, ::unit]))

@@ -92,7 +92,7 @@ def cut_tensors(draw: st.DrawFn) -> tuple[torch.Tensor, list[Box]]:
     return tensor_of(draw(st.integers(0, 2**31)), shape, draw(dtypes)), draw(partitions(shape))
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(cut_tensors())
 def test_digests_of_any_partition_add_up(case: tuple[torch.Tensor, list[Box]]) -> None:
     tensor, boxes = case

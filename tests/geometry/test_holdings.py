@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from ckpt.errors import StateMismatch
 from ckpt.geometry import Box, Holdings
-from tests.geometry.partitions import Held, counts, holders, partitions, pinwheel
+from tests.geometry.partitions import Held, counts, flat_boxes, holders, partitions, pinwheel
 
 Index = tuple[int, ...]
 WORLD = 9
@@ -69,6 +69,28 @@ def test_an_overlap_is_refused_and_names_both_ranks(case: tuple[Index, list[Box]
     assert ranks - {77} <= other
     assert ranks - {77}
     assert extra.contains(where)
+
+
+BY_HAND = {
+    "grid": [Box((i, j), (2, 3)) for i in (0, 2) for j in (0, 3)],
+    "rows": [Box((i, 0), (1, 6)) for i in range(4)],
+    "flat": flat_boxes((4, 6), 0, 8) + flat_boxes((4, 6), 8, 11) + flat_boxes((4, 6), 11, 24),
+    "pinwheel": pinwheel((4, 6)),
+}
+
+
+@pytest.mark.parametrize("way", BY_HAND)
+def test_every_single_lost_or_moved_box_is_found(way: str) -> None:
+    boxes = BY_HAND[way]
+    Holdings.of(enumerate(boxes)).check_cover("w", (4, 6))
+    for rank, box in enumerate(boxes):
+        rest = [(r, b) for r, b in enumerate(boxes) if r != rank]
+        with pytest.raises(StateMismatch, match=r"^w: no rank holds the elements"):
+            Holdings.of(rest).check_cover("w", (4, 6))
+        for offset in itertools.product(*(range(n - e + 1) for n, e in zip((4, 6), box.extent, strict=True))):
+            if offset != box.offset:
+                with pytest.raises(StateMismatch, match=r"^w: (no rank holds|boxes .* overlap)"):
+                    Holdings.of([*rest, (rank, Box(offset, box.extent))]).check_cover("w", (4, 6))
 
 
 def named_box(message: str) -> Box:

@@ -36,11 +36,20 @@ def test_the_same_memory_in_another_form_is_refused(other: tuple[int, ...]) -> N
         captured.seal()
 
 
-def test_equal_views_of_different_boxes_are_no_tie() -> None:
+@pytest.mark.parametrize(
+    ("other", "box"),
+    [
+        (spec("b", 2, 3), Box((1, 0), (1, 3))),
+        (spec("b", 4, 3), Box((0, 0), (1, 3))),
+        (TensorSpec("b", (2, 3), "int32", 4), Box((0, 0), (1, 3))),
+    ],
+    ids=["box", "global shape", "dtype"],
+)
+def test_equal_views_that_mean_something_else_are_no_tie(other: TensorSpec, box: Box) -> None:
     layer = torch.zeros(1, 3)
     captured = Captured()
     captured.add_tensor(spec("a", 2, 3), [Shard(Box((0, 0), (1, 3)), layer)])
-    captured.add_tensor(spec("b", 2, 3), [Shard(Box((1, 0), (1, 3)), layer)])
+    captured.add_tensor(other, [Shard(box, layer)])
     with pytest.raises(StateMismatch, match="a and b overlap"):
         captured.seal()
 

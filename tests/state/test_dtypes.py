@@ -40,6 +40,13 @@ def test_carried_dtypes_are_stored_in_types_of_their_width(dtype: torch.dtype) -
         assert np.dtype(stored.zarr).kind == "u", "what Zarr does not name is kept as unsigned integers"
 
 
+def test_types_that_zarr_names_are_stored_as_themselves() -> None:
+    """A bool is not: readers refuse bytes other than 0 and 1, which a torch bool can hold."""
+    own = {name for name, stored in STORED.items() if stored.zarr == name}
+    ints = {f"{sign}int{n}" for sign in ("", "u") for n in (8, 16, 32, 64)}
+    assert own == ints | {"float16", "float32", "float64", "complex64", "complex128"}
+
+
 @pytest.mark.parametrize("dtype", REFUSED, ids=named)
 def test_other_dtypes_are_refused_by_name_and_place(dtype: torch.dtype) -> None:
     with pytest.raises(Unsupported, match=rf"^model/w: dtype {named(dtype)} is not carried"):

@@ -1,0 +1,85 @@
+"""Case 31, pytorch-163548: planning cost.
+
+The fault: validating the global plan takes minutes at 1000 tensors x 1000 shards, for its pairwise overlap test, and
+the memory of rank 0 grows with the world. Here the cost grows with the number of boxes, and one planted gap or overlap
+is still found. (All of 1024 ranks x 1000 tensors: tests/geometry/test_scale.py.)
+"""
+
+import resource
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import ckpt
+from ckpt.engine.merge import Union, check_cover, declare_tensors, union_of
+from ckpt.geometry import Box, Plan, TensorSpec, write_plan
+from ckpt.state import Captured, LocalTensor, Shard
+from tests.support.raw import attempt_folder, log_records, raw
+
+TENSORS = 100
+ROWS = 3079  # no multiple of a world: the cuts are uneven
+BUDGET = 16 << 20
+
+
+def _declaration(rank: int, world: int, shift: int = 0, tensor: int = -1) -> bytes:
+    """What a rank says of its shard of each tensor; `shift` moves its shard of one of them by some rows."""
+    captured = Captured()
+    for number in range(TENSORS):
+        a, b = ROWS * rank // world, ROWS * (rank + 1) // world
+        moved = shift if number == tensor else 0
+        view = torch.empty(b - a, 4, device="meta")
+        spec = TensorSpec(f"layer.{number:03}", (ROWS, 4), "float32", 4)
+        captured.tensors[spec.name] = LocalTensor(spec, [Shard(Box((a + moved, 0), (b - a, 4)), view)])
+    return declare_tensors(captured)
+
+
+def _planned(declarations: list[bytes]) -> tuple[Union, Plan, float]:
+    """Merged, checked, planned; and the seconds of this process's own work that it took."""
+    began = time.process_time()
+    union = union_of(declarations)
+    check_cover(union)
+    plan = write_plan(union.catalogue, union.holdings, len(declarations), BUDGET)
+    return union, plan, time.process_time() - began
+
+
+def test_the_cost_of_a_plan_grows_with_its_boxes_not_their_pairs() -> None:
+    seconds = {}
+    for world in (64, 256, 1024):
+        union, plan, seconds[world] = _planned([_declaration(r, world) for r in range(world)])
+        assert [len(h.boxes) for h in union.holdings] == [world] * TENSORS
+        objects = [(u.array, u.index) for u in plan.units]
+        assert sorted(objects) == sorted((o.array, o.index) for o in union.catalogue.objects())
+        assert len(set(objects)) == len(objects)
+    # 16 times the boxes: a pairwise test would take 256 times as long.
+    assert seconds[1024] < 64 * max(seconds[64], 0.05)
+    assert seconds[1024] < 60
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 4 << 20  # KiB
+
+
+@pytest.mark.parametrize(("shift", "words"), [(1, "no rank holds the elements"), (-1, "overlap in")])
+def test_one_planted_fault_among_a_hundred_thousand_boxes_is_found(shift: int, words: str) -> None:
+    world = 1024
+    declarations = [_declaration(r, world) for r in range(world)]
+    declarations[700] = _declaration(700, world, shift, tensor=61)
+    with pytest.raises(ckpt.StateMismatch, match=f"layer.061.*{words}"):
+        _planned(declarations)
+
+
+@pytest.mark.slow
+def test_fifty_thousand_tiny_tensors_make_few_files(tmp_path: Path) -> None:
+    count = 50_000
+    flat = torch.arange(count * 3, dtype=torch.float32)
+    saved = {str(i): flat[3 * i : 3 * i + 3] for i in range(count)}
+    into = torch.zeros(count * 3)
+    target = {str(i): into[3 * i : 3 * i + 3] for i in range(count)}
+    began = time.process_time()
+    with ckpt.Checkpointer(tmp_path) as ck:
+        ck.save(1, saved)
+        ck.load(target)
+    assert time.process_time() - began < 120
+    assert raw(into) == raw(flat)
+    files = [f for f in attempt_folder(tmp_path).rglob("*") if f.is_file()]
+    assert len(files) + len(log_records(tmp_path)) < 15
+    assert sum(f.stat().st_size for f in files if f.name == "manifest.json") < 400 * count
