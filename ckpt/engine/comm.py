@@ -203,7 +203,8 @@ class Comm:
             who = f"rank {', '.join(map(str, silent))} stopped answering (killed, crashed or stuck)"
         else:
             who = "the connection between ranks broke"
-        self._broken = f"{what}: {who}; first seen as: {str(cause).splitlines()[0]}; restart the job"
+        seen = "" if said else f"; first seen as: {str(cause).splitlines()[0]}"
+        self._broken = f"{what}: {who}{seen}; restart the job"
         self._let_go()
         raise RankFailed(self._broken) from cause
 

@@ -155,17 +155,19 @@ def _own_values(
 def _plan(session: Session, opened: Opened, captured: Captured, target: Target, options: Options) -> _Job:
     comm = session.comm
     kept = Captured()
+    stored = {t.name: t for t in opened.manifest.catalogue.tensors}
     with comm.phase("load: declare"):
         for name, tensors in target.tensors.items():
             # Names tied in the checkpoint may be separate here: each place asks for the same stored tensor.
-            kept.tensors[name] = LocalTensor(_stored_spec(opened, name), [s for t in tensors for s in t.shards])
-        mine = canonical_json([[*captured.values, *captured.aliases]])
+            kept.tensors[name] = LocalTensor(stored[name], [s for t in tensors for s in t.shards])
+        mine = canonical_json([list(captured.values), list(captured.aliases)])
     declared = comm.all_gather(declare_tensors(_once(kept)), "load: declare tensors")
     valued = comm.all_gather(mine, "load: declare values")
     with comm.phase("load: plan"):
         union = union_of(declared)
-        names = [parse_json(v, f"values of rank {r}")[0] for r, v in enumerate(valued)]
-        wanted = wanted_by_all(union, opened, names, options)
+        named = [parse_json(v, f"values of rank {r}") for r, v in enumerate(valued)]
+        values, tied = ({name for one in named for name in one[i]} for i in range(2))
+        wanted = wanted_by_all(union, opened, values, tied, options)
         plan = read_plan(opened.manifest.catalogue, wanted, comm.world, session.budget)
         digest = plan.digest()
     for rank, other in enumerate(comm.all_gather(digest.encode(), "load: compare plans")):
@@ -173,10 +175,6 @@ def _plan(session: Session, opened: Opened, captured: Captured, target: Target, 
             raise RankFailed(f"ranks {comm.rank} and {rank} made different read plans; use one version of ckpt")
     index = {t.name: i for i, t in enumerate(opened.manifest.catalogue.tensors)}
     return _Job(session, opened, target, plan, {index[n]: tensors for n, tensors in target.tensors.items()})
-
-
-def _stored_spec(opened: Opened, name: str):  # type: ignore[no-untyped-def]
-    return next(t for t in opened.manifest.catalogue.tensors if t.name == name)
 
 
 def _once(captured: Captured) -> Captured:

@@ -151,9 +151,9 @@ def _plan(
             cache.key, cache.union, cache.plan, cache.digest = key, union, plan, plan.digest()
         else:
             cache.hits += 1
-        clash = next((n for n in values if n in {t.name for t in cache.union.catalogue.tensors}), None)
-        if clash is not None:
-            raise StateMismatch(f"{clash}: a tensor on one rank and a plain value on another")
+        clash = values.keys() & {t.name for t in cache.union.catalogue.tensors}
+        if clash:
+            raise StateMismatch(f"{min(clash)}: a tensor on one rank and a plain value on another")
     return cache.union, cache.plan, cache.digest, values, per_rank
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
@@ -121,22 +121,21 @@ def apply_casts(target: Target) -> None:
 
 
 def wanted_by_all(
-    union: Union, opened: Opened, named: Sequence[Iterable[str]], options: Options
+    union: Union, opened: Opened, values: Set[str], tied: Set[str], options: Options
 ) -> dict[int, Holdings]:
     """What the whole job wants, by index into the checkpoint's catalogue; raises StateMismatch for a tensor or value of
     the checkpoint that no rank wants, or a tensor that the ranks together do not want exactly once.
 
-    named: for each rank, the values it has, and the tensors that share the memory of another one there.
+    values: names of those that any rank has; tied: of tensors that share the memory of another one on their rank.
     """
     found = {}
     names = {t.name: i for i, t in enumerate(opened.manifest.catalogue.tensors)}
     for spec, holdings in zip(union.catalogue.tensors, union.holdings, strict=True):
         holdings.check_cover(spec.name, spec.shape)
         found[names[spec.name]] = holdings
-    here = {name for one in named for name in one}
-    wanted = here | {spec.name for spec in union.catalogue.tensors}
+    wanted = tied | {spec.name for spec in union.catalogue.tensors}
     extra = [t for t in names if t not in wanted]
-    extra += [n for n in opened.manifest.values if n not in here]
+    extra += [n for n in opened.manifest.values if n not in values]
     extra = [n for n in extra if not matches(n, options.allow_extra)]
     if extra:
         raise StateMismatch(

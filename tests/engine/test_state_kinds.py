@@ -59,13 +59,13 @@ def _module_bits(module: nn.Module) -> dict[str, Any]:
 
 def test_modules_with_buffers_and_extra_state_in_nested_dicts(tmp_path: Path) -> None:
     saved = {"models": {"student": _Block(1), "teacher": [_Block(3), {"ema": _Block(5)}]}, "x": {}}
-    target = {"models": {"student": _Block(11), "teacher": [_Block(13), {"ema": _Block(15)}]}, "x": {}}
+    target: dict[str, Any] = {"models": {"student": _Block(11), "teacher": [_Block(13), {"ema": _Block(15)}]}, "x": {}}
     student, cache = target["models"]["student"], raw(target["models"]["student"].cache)
     addresses = {n: p.data_ptr() for n, p in student.named_parameters()}
     _round_trip(tmp_path, saved, target)
     for a, b in zip(_blocks(saved), _blocks(target), strict=True):
         assert _module_bits(a) == _module_bits(b)
-        assert type(b.calls["pair"]) is tuple and b.inner.calls == a.inner.calls
+        assert type(b.calls["pair"]) is tuple and a.inner and b.inner and b.inner.calls == a.inner.calls
     assert target["models"]["student"] is student and raw(student.cache) == cache
     assert {n: p.data_ptr() for n, p in student.named_parameters()} == addresses
     assert all(p.requires_grad == (n.split(".")[-1] != "frozen") for n, p in student.named_parameters())
@@ -125,7 +125,7 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> No
         loss.backward()
         return loss
 
-    optimizer.step(closure)
+    optimizer.step(closure)  # type: ignore[arg-type]
 
 
 def _optimizer_bits(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -218,7 +218,7 @@ def test_the_step_counter_keeps_its_type(step: Any, tmp_path: Path) -> None:
 
 def _labelled_adam(names: list[str], groups: list[list[str]], label: float, **options: Any) -> dict[str, Any]:
     """Four equal linears; each moment is a constant that tells its parameter (0 to leave the optimizer cold)."""
-    model = nn.ModuleDict({n: nn.Linear(3, 3, bias=False) for n in names})
+    model: Any = nn.ModuleDict({n: nn.Linear(3, 3, bias=False) for n in names})
     optimizer = torch.optim.Adam([{"params": [model[n].weight for n in g]} for g in groups], **options)
     if label:
         for n in names:
@@ -289,7 +289,8 @@ def _refused_optimizers() -> dict[str, tuple[Callable[[], dict[str, Any]], type[
 
     def empty_group() -> dict[str, Any]:
         model = _net(1)
-        return {"m": model, "o": torch.optim.SGD([{"params": model.parameters()}, {"params": []}], lr=0.1)}
+        groups: list[dict[str, Any]] = [{"params": model.parameters()}, {"params": []}]
+        return {"m": model, "o": torch.optim.SGD(groups, lr=0.1)}
 
     def own() -> dict[str, Any]:
         model = _net(1)
@@ -305,7 +306,7 @@ def _refused_optimizers() -> dict[str, tuple[Callable[[], dict[str, Any]], type[
     def whole_state() -> dict[str, Any]:
         model = _net(1)
         optimizer = torch.optim.Adam(model.parameters())
-        optimizer.state["shared"] = {"count": 3}
+        optimizer.state["shared"] = {"count": 3}  # type: ignore[index]
         return {"m": model, "o": optimizer}
 
     def odd_shape() -> dict[str, Any]:
@@ -354,7 +355,8 @@ def test_groups_that_do_not_fit_are_refused_at_load_with_nothing_changed(tmp_pat
 
 def test_a_parameter_without_state_stays_without(tmp_path: Path) -> None:
     """A frozen parameter never had state, and gets none; one whose state was lost is an error by name."""
-    model, other = _net(1), _net(2)
+    model: Any = _net(1)
+    other: Any = _net(2)
     for net in (model, other):
         net[0].bias.requires_grad_(False)
     optimizer, target = torch.optim.Adam(model.parameters()), torch.optim.Adam(other.parameters())
@@ -389,7 +391,7 @@ def test_an_optimizer_over_plain_tensors_of_the_state(tmp_path: Path) -> None:
     _round_trip(tmp_path, saved, target)
     assert _optimizer_bits(target["opt"]) == _optimizer_bits(saved["opt"])
     assert raw(target["w"]) == raw(saved["w"]) and raw(target["s"].local) == raw(saved["s"].local)
-    plain = {"opt": torch.optim.Adam([w := torch.zeros(4, 3), s := torch.zeros(2, 3)]), "w": w, "s": s}
+    plain: dict[str, Any] = {"opt": torch.optim.Adam([w := torch.zeros(4, 3), s := torch.zeros(2, 3)]), "w": w, "s": s}
     with ckpt.Checkpointer(tmp_path) as ck:
         ck.load(plain)
     assert raw(s) == raw(labelled((2, 3)).flip(0))
@@ -651,7 +653,7 @@ def test_plain_values_are_replaced_with_exact_types_bits_and_order(tmp_path: Pat
 def test_a_tuple_with_tensors_and_values_is_made_anew(tmp_path: Path) -> None:
     saved = {"pair": Pair(torch.ones(2), 5), "plain": (1.5, torch.zeros(1), ("x", torch.ones(1)))}
     tensor = torch.zeros(2)
-    target = {"pair": Pair(tensor, 0), "plain": (None, torch.ones(1), (0, torch.zeros(1)))}
+    target: dict[str, Any] = {"pair": Pair(tensor, 0), "plain": (None, torch.ones(1), (0, torch.zeros(1)))}
     _round_trip(tmp_path, saved, target)
     assert _plain(target) == _plain(saved)
     assert target["pair"].left is tensor
@@ -699,7 +701,7 @@ def _same_train_state(a: ckpt.TrainState, b: ckpt.TrainState) -> None:
 def test_declared_values_come_back_declared(tmp_path: Path) -> None:
     saved = {"a": ckpt.per_rank((1, 2.0)), "b": ckpt.replicated(7), "c": ckpt.replicated(torch.ones(2))}
     tensor = torch.zeros(2)
-    target = {"a": ckpt.per_rank(None), "b": ckpt.replicated(0), "c": ckpt.replicated(tensor)}
+    target: dict[str, Any] = {"a": ckpt.per_rank(None), "b": ckpt.replicated(0), "c": ckpt.replicated(tensor)}
     _round_trip(tmp_path, saved, target)
     assert target["a"] == ckpt.per_rank((1, 2.0)) and type(target["a"].value) is tuple
     assert target["b"] == ckpt.replicated(7)
@@ -822,7 +824,8 @@ def _load_sharded(rank: int, world: int, root: str, n: int) -> str | None:
     group = _group(n)
     if rank >= n:
         return None
-    expected, state = _sharded_state(n, rank, True), {"s": _sharded_state(n, rank, False), "n": 0}
+    expected = _sharded_state(n, rank, True)
+    state: dict[str, Any] = {"s": _sharded_state(n, rank, False), "n": 0}
     with ckpt.Checkpointer(root, process_group=group) as ck:
         restored = ck.load(state)
         assert restored is not None
@@ -841,12 +844,12 @@ def test_sharded_tensors_go_from_3_ranks_to_2_to_1_and_back(crew: Crew, tmp_path
     ids = []
     for n in (2, 1, 3):
         if n == 1:
-            full = {name: random_bits(shape, dtype, 7) for name, (shape, dtype, _, _) in SHARDED.items()}
-            full["layers"] = ckpt.ShardedTensor(full["layers"], _layers(1, 0), (5, 4, 3), 1)  # type: ignore[assignment]
+            full: dict[str, Any] = {n: random_bits(shape, dtype, 7) for n, (shape, dtype, _, _) in SHARDED.items()}
+            full["layers"] = ckpt.ShardedTensor(full["layers"], _layers(1, 0), (5, 4, 3), 1)
             with ckpt.Checkpointer(tmp_path) as ck:
                 ck.load({"s": full, "n": 0})
                 for number, (name, (shape, dtype, _, _)) in enumerate(SHARDED.items()):
-                    tensor = full[name].local if name == "layers" else full[name]  # type: ignore[union-attr]
+                    tensor = full[name].local if name == "layers" else full[name]
                     assert raw(tensor) == raw(random_bits(shape, dtype, 40 + number)), name
                 ids.append(ck.save(9, {"s": full, "n": 5}).state_id)
         else:
@@ -974,6 +977,7 @@ def _dtensor_model(rank: int, kind: str, label: float) -> tuple[nn.Module, torch
     model.also_few = model.few
     optimizer = torch.optim.Adam(model.parameters())
     if label:
+        parameter: Any
         for parameter in model.parameters():
             state = {"step": torch.tensor(label)}
             for key, more in (("exp_avg", 0.25), ("exp_avg_sq", 0.5)):
