@@ -14,17 +14,19 @@ import torch
 from ckpt.engine.comm import Comm
 from ckpt.engine.merge import declare_tensors, union_of
 from ckpt.engine.mover import Move, Mover, held_parts, part_of, read_moves
-from ckpt.engine.opened import Opened, check_objects
+from ckpt.engine.opened import OLDER, Opened, check_objects
 from ckpt.engine.save import digests_of, parse_held
-from ckpt.engine.session import Phases, Session
+from ckpt.engine.session import Buffers, Phases, Session
 from ckpt.engine.target import Options, Target, apply_casts, match, matches, wanted_by_all
-from ckpt.errors import CorruptCheckpoint, RankFailed, StateInvalid, StateMismatch
+from ckpt.errors import CorruptCheckpoint, RankFailed, StateInvalid, StateMismatch, StoreError
 from ckpt.geometry import Catalogue, Plan, Unit, read_plan
 from ckpt.state.captured import Captured, LocalTensor
 from ckpt.state.dtypes import opaque
 from ckpt.state.values import canonical_json, decode, parse_json
 from ckpt.store.arrays import Arrays, read_error
 from ckpt.store.commit import held_digests
+
+_AGREE_EVERY = 8  # rounds between two looks at whether some rank has failed
 
 
 @dataclass(frozen=True)
@@ -188,57 +190,87 @@ def _once(captured: Captured) -> Captured:
 
 def _read(job: _Job) -> None:
     """Reads, exchanges and places, round by round; the next round's reads run while this one is exchanged. A local
-    failure, an interrupt too, is kept until the exchange is over, so that the ranks stay in step; then all stop."""
+    failure, an interrupt too, is kept until the ranks next agree, so that they stay in step; then all stop."""
     session, catalogue = job.session, job.opened.manifest.catalogue
     arrays = Arrays(session.kvstore, job.opened.prefix + "state/", catalogue, session.context)
     mover = Mover(session.comm, [t.itemsize for t in catalogue.tensors])
+    staging = Buffers()
+    failure: BaseException | None = None
     ahead: dict[int, Any] = {}
-    with session.comm.phase("load: read"):
-        if job.plan.rounds:
-            ahead = _start(job, arrays, job.plan.rounds[0])
     for number, units in enumerate(job.plan.rounds):
-        begun, ahead = ahead, {}
-        failure: BaseException | None = None
         buffers: dict[int, torch.Tensor] = {}
-        try:
-            buffers = {n: _finish(job, arrays, units[n], f) for n, f in begun.items()}
-            if number == 0 and buffers:
-                session.faults("load.read")
-            if number + 1 < len(job.plan.rounds):
-                ahead = _start(job, arrays, job.plan.rounds[number + 1])
-        except BaseException as error:
-            failure = error
+        if failure is None:
+            try:
+                begun = ahead if number else _start(job, arrays, units)
+                for n, future in begun.items():
+                    buffers[n] = _finish(job, arrays, staging, units[n], future)
+                if number == 0 and buffers:
+                    session.faults("load.read")
+                last = number + 1 == len(job.plan.rounds)
+                ahead = {} if last else _start(job, arrays, job.plan.rounds[number + 1])
+            except BaseException as error:
+                failure = error
         moves = read_moves(units)
         if moves:
             give = _outgoing(moves, buffers, units, catalogue, session.comm.rank)
             for move, elements in mover.exchange(moves, give, "load: exchange"):
                 _place(job.fill, move.link.tensor, move.link.box, elements)
-        with session.comm.phase("load: read"):
-            if failure is not None:
-                raise failure
+        if failure is None:
+            _place_own(job, units, buffers)
             for n, buffer in buffers.items():
-                packed = catalogue.arrays[units[n].array].packed
-                for link in units[n].links:
-                    if session.comm.rank in link.ranks:
-                        _place(job.fill, link.tensor, link.box, part_of(buffer, link, packed))
+                if _is_whole(catalogue, units[n]):
+                    staging.give(buffer)
+        if number % _AGREE_EVERY == 0 or number + 1 == len(job.plan.rounds):
+            with session.comm.phase("load: read"):
+                if failure is not None:
+                    raise failure
+
+
+def _place_own(job: _Job, units: Sequence[Unit], buffers: Mapping[int, torch.Tensor]) -> None:
+    """Places what this rank has read for itself."""
+    catalogue = job.opened.manifest.catalogue
+    for n, buffer in buffers.items():
+        packed = catalogue.arrays[units[n].array].packed
+        for link in units[n].links:
+            if job.session.comm.rank in link.ranks:
+                _place(job.fill, link.tensor, link.box, part_of(buffer, link, packed))
 
 
 def _start(job: _Job, arrays: Arrays, units: Sequence[Unit]) -> dict[int, Any]:
-    started = {}
+    started: dict[int, Any] = {}
     for number, unit in enumerate(units):
         if unit.owner == job.session.comm.rank:
-            where = tuple(slice(o, s) for o, s in zip(unit.box.offset, unit.box.stop, strict=True))
-            started[number] = arrays.handle(unit.array)[where].read()
+            if _is_whole(job.opened.manifest.catalogue, unit):
+                started[number] = arrays.read_object(unit.array, unit.index)
+            else:
+                where = tuple(slice(o, s) for o, s in zip(unit.box.offset, unit.box.stop, strict=True))
+                started[number] = arrays.handle(unit.array)[where].read()
     return started
 
 
-def _finish(job: _Job, arrays: Arrays, unit: Unit, future: Any) -> torch.Tensor:
-    array = job.opened.manifest.catalogue.arrays[unit.array]
+def _is_whole(catalogue: Catalogue, unit: Unit) -> bool:
+    """Whether a unit is all of a stored object, not some of its chunks."""
+    return catalogue.arrays[unit.array].grid.cell_box(unit.index) == unit.box
+
+
+def _finish(job: _Job, arrays: Arrays, staging: Buffers, unit: Unit, begun: Any) -> torch.Tensor:
+    """The elements of a unit that was started to be read; those of a whole object lie in a buffer of `staging`."""
+    catalogue = job.opened.manifest.catalogue
+    array = catalogue.arrays[unit.array]
+    where = f"{arrays.describe(unit.array)} {_named(job, unit)}"
+    if not _is_whole(catalogue, unit):
+        try:
+            return _opaque(begun.result(), array.itemsize)
+        except Exception as error:
+            raise read_error(error, where) from error
+    buffer = staging.take(unit.nbytes).view(opaque(array.itemsize)).reshape(unit.box.extent)
     try:
-        found = future.result()
-    except Exception as error:
-        raise read_error(error, f"{arrays.describe(unit.array)} {_named(job, unit)}") from error
-    return _opaque(found, array.itemsize)
+        begun.decode(array.grid, unit.box, buffer.numpy())
+    except CorruptCheckpoint as error:
+        raise CorruptCheckpoint(f"{where}: a stored chunk is missing or damaged: {error}; {OLDER}") from None
+    except StoreError as error:
+        raise StoreError(f"{where}: {error}") from error
+    return buffer
 
 
 def _named(job: _Job, unit: Unit) -> str:

@@ -65,9 +65,9 @@ def _read_records(session: Session, record: Record) -> list[bytes]:
         try:
             data = session.store.get(prefix + key)
         except NotFound:
-            raise CorruptCheckpoint(f"{where}: missing, though step {record.step} is committed; {_OLDER}") from None
+            raise CorruptCheckpoint(f"{where}: missing, though step {record.step} is committed; {OLDER}") from None
         if sha256(data) != record.document[pinned]:
-            raise CorruptCheckpoint(f"{where}: not the bytes that the commit of step {record.step} pins; {_OLDER}")
+            raise CorruptCheckpoint(f"{where}: not the bytes that the commit of step {record.step} pins; {OLDER}")
         found.append(data)
     return found
 
@@ -83,21 +83,21 @@ def check_objects(session: Session, opened: Opened) -> None:
             try:
                 found = store.get(prefix + key)
             except NotFound:
-                raise CorruptCheckpoint(f"{store.url}/{prefix}{key}: missing; {_OLDER}") from None
+                raise CorruptCheckpoint(f"{store.url}/{prefix}{key}: missing; {OLDER}") from None
             if found != data:
-                raise CorruptCheckpoint(f"{store.url}/{prefix}{key}: does not follow from the manifest; {_OLDER}")
+                raise CorruptCheckpoint(f"{store.url}/{prefix}{key}: does not follow from the manifest; {OLDER}")
     if session.comm.rank == 0:
         sizes = store.list(prefix)
         for key, size in expected_objects(catalogue).items():
             if prefix + key not in sizes:
-                raise CorruptCheckpoint(f"{store.url}/{prefix}{key}: stored chunk is missing; {_OLDER}")
+                raise CorruptCheckpoint(f"{store.url}/{prefix}{key}: stored chunk is missing; {OLDER}")
             if sizes[prefix + key] != size:
                 raise CorruptCheckpoint(
-                    f"{store.url}/{prefix}{key}: has {sizes[prefix + key]} bytes instead of {size}; {_OLDER}"
+                    f"{store.url}/{prefix}{key}: has {sizes[prefix + key]} bytes instead of {size}; {OLDER}"
                 )
 
 
-_OLDER = "restore the file, or load an older step"
+OLDER = "restore the file, or load an older step"
 
 
 def pick(history: History, step: int | None, url: str) -> Record | None:

@@ -46,7 +46,11 @@ class Grid:
     def cells(self) -> Iterator[tuple[Index, Box]]:
         """Every object in row-major order: its grid index and its box, clipped to the array."""
         for index in itertools.product(*map(range, self.counts)):
-            yield index, self._box(index, self.cell, Box.whole(self.shape))
+            yield index, self.cell_box(index)
+
+    def cell_box(self, index: Index) -> Box:
+        """The box of one object, clipped to the array."""
+        return self._box(index, self.cell, Box.whole(self.shape))
 
     def chunks_of(self, box: Box) -> Iterator[Box]:
         """The inner chunks of an object's (clipped) box, in row-major order."""

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import posixpath
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 
 import tensorstore as ts
 
 from ckpt.errors import CorruptCheckpoint, StoreError
-from ckpt.geometry import Catalogue, StoredArray, StoredObject
+from ckpt.geometry import Catalogue, StoredArray
 from ckpt.state.dtypes import STORED
 from ckpt.state.names import folder
 from ckpt.state.values import Json, canonical_json
+from ckpt.store.shards import FileRead, RemoteRead, StartedRead
 
 GROUP: Json = {"zarr_format": 3, "node_type": "group", "attributes": {}}
 _LITTLE: list[Json] = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
@@ -75,17 +77,17 @@ def metadata_objects(catalogue: Catalogue) -> dict[str, bytes]:
     return dict(sorted(found.items()))
 
 
-def object_key(catalogue: Catalogue, stored: StoredObject) -> str:
+def object_key(catalogue: Catalogue, array: StoredArray, index: tuple[int, ...]) -> str:
     """Key of a stored object below `state/`."""
-    array = catalogue.arrays[stored.array]
-    return "/".join([array_folder(catalogue, array), "c", *map(str, stored.index)])
+    return "/".join([array_folder(catalogue, array), "c", *map(str, index)])
 
 
 def expected_objects(catalogue: Catalogue) -> dict[str, int]:
     """Every data object of the state tree, by key below `state/`, with its exact size in bytes."""
     return {
-        object_key(catalogue, o): catalogue.arrays[o.array].grid.object_bytes(o.box, catalogue.arrays[o.array].itemsize)
-        for o in catalogue.objects()
+        object_key(catalogue, array, index): array.grid.object_bytes(box, array.itemsize)
+        for array in catalogue.arrays
+        for index, box in array.grid.cells()
     }
 
 
@@ -138,9 +140,19 @@ class Arrays:
 
     def put(self, key: str, data: bytes) -> ts.Future[Any]:
         """Starts to write a small object of the state tree, a `zarr.json`. The future must be kept until it is done."""
+        return self._objects.write(key, data)
+
+    def read_object(self, number: int, index: tuple[int, ...]) -> StartedRead:
+        """Starts to read a whole stored object. Raises StoreError where the file cannot be opened."""
+        key = object_key(self._catalogue, self._catalogue.arrays[number], index)
+        if self._kvstore["driver"] == "file":
+            return FileRead(self._kvstore["path"] + self._prefix + key)
+        return RemoteRead(self._objects, key)
+
+    @cached_property
+    def _objects(self) -> ts.KvStore:
         path = self._kvstore.get("path", "") + self._prefix
-        store = ts.KvStore.open(self._kvstore | {"path": path}, context=self._context).result()
-        return store.write(key, data)
+        return ts.KvStore.open(self._kvstore | {"path": path}, context=self._context).result()
 
     def describe(self, number: int) -> str:
         """Folder of an array, for messages."""
