@@ -217,9 +217,8 @@ def _read(job: _Job) -> None:
                 _place(job.fill, move.link.tensor, move.link.box, elements)
         if failure is None:
             _place_own(job, units, buffers)
-            for n, buffer in buffers.items():
-                if _is_whole(catalogue, units[n]):
-                    staging.give(buffer)
+            for buffer in buffers.values():
+                staging.give(buffer)
         if number % _AGREE_EVERY == 0 or number + 1 == len(job.plan.rounds):
             with session.comm.phase("load: read"):
                 if failure is not None:

@@ -233,7 +233,7 @@ def _write(job: _Job) -> tuple[dict[str, Digest], list[tuple[int, tuple[int, ...
     rank = session.comm.rank
     arrays = Arrays(session.kvstore, job.prefix + "state/", catalogue, session.context)
     mover = Mover(session.comm, [t.itemsize for t in catalogue.tensors])
-    buffers, flight = Buffers(), InFlight(2 * session.budget)
+    buffers, flight = Buffers(), InFlight(session.budget // 2)
     written: dict[str, Digest] = defaultdict(lambda: ZERO)
     objects: list[tuple[int, tuple[int, ...]]] = []
     failure: BaseException | None = None

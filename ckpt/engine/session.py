@@ -58,17 +58,21 @@ class Buffers:
 
     def __init__(self) -> None:
         self._free: list[torch.Tensor] = []
+        self._lent: dict[int, torch.Tensor] = {}  # by address
 
     def take(self, nbytes: int) -> torch.Tensor:
         """A buffer of exactly this many bytes (uint8), with any content."""
         fitting = [i for i, b in enumerate(self._free) if nbytes <= b.numel() <= 2 * nbytes]
         whole = self._free.pop(fitting[0]) if fitting else torch.empty(nbytes, dtype=torch.uint8)
+        self._lent[whole.data_ptr()] = whole
         return whole[:nbytes]
 
     def give(self, buffer: torch.Tensor) -> None:
-        """Hands a buffer back; nothing may refer to it any more."""
-        base = buffer._base
-        self._free.append(buffer if base is None else base)
+        """Hands a buffer back, or any view that starts where it starts; nothing may refer to it any more. What was not
+        taken here is left alone."""
+        whole = self._lent.pop(buffer.data_ptr(), None)
+        if whole is not None:
+            self._free.append(whole)
 
 
 @dataclass
