@@ -1,0 +1,3 @@
+#include "ckpt/abi.h"
+
+extern "C" int ckpt_abi(void) { return CKPT_ABI; }
