@@ -8,6 +8,7 @@
 The rooms are described in docs/design.md; each has a docstring that says what lives there and where to start.
 """
 
+from ckpt import data, random
 from ckpt.errors import (
     CkptError,
     CorruptCheckpoint,
@@ -19,8 +20,8 @@ from ckpt.errors import (
     Unsupported,
 )
 from ckpt.geometry import Layout
-from ckpt.state import ShardedTensor, TrainState, per_rank, replicated
-from ckpt.trainer import Checkpointer, Receipt, Restored
+from ckpt.state import RngState, ShardedTensor, TrainState, per_rank, replicated
+from ckpt.trainer import Checkpointer, Receipt, Resharded, Restored, reshard_
 
 __all__ = [
     "Checkpointer",
@@ -30,13 +31,18 @@ __all__ = [
     "Layout",
     "RankFailed",
     "Receipt",
+    "Resharded",
     "Restored",
+    "RngState",
     "ShardedTensor",
     "StateInvalid",
     "StateMismatch",
     "StoreError",
     "TrainState",
     "Unsupported",
+    "data",
     "per_rank",
+    "random",
     "replicated",
+    "reshard_",
 ]

@@ -16,7 +16,7 @@ ROOMS: dict[str, set[str]] = {
     "fingerprint": {"geometry", "native"},
     "random": {"geometry", "native"},
     "state": {"geometry", "fingerprint", "random"},
-    "data": {"random", "state"},
+    "data": {"geometry", "native", "random", "state"},
     "store": {"geometry", "fingerprint", "state"},
     "engine": _CORE,
     "adapters": _CORE | {"engine"},

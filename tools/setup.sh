@@ -54,7 +54,9 @@ ckpt_find_python() {
     return 1
 }
 
-ckpt_stamp() { cat pyproject.toml tools/constraints.txt tools/setup.sh | .venv/bin/python -c '
+# What was installed depends on these files; the compiled kernels are part of it.
+ckpt_stamp() { find pyproject.toml tools/constraints.txt tools/setup.sh cuda_ext -type f -print0 | sort -z |
+    xargs -0 cat | .venv/bin/python -c '
 import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest())'; }
 
 # Makes .venv/ on $1, so that it sees a GPU torch that $1 has.

@@ -5,5 +5,6 @@ reading at `capture.capture`; `placement` says where a local tensor lies in its 
 """
 
 from ckpt.adapters.capture import Known, capture
+from ckpt.adapters.known import known_from
 
-__all__ = ["Known", "capture"]
+__all__ = ["Known", "capture", "known_from"]

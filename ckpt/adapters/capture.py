@@ -14,14 +14,14 @@ import numpy as np
 import torch
 from torch import nn
 
-from ckpt.adapters import dtensors, megatron, optimizers
+from ckpt.adapters import dtensors, megatron, megatron_optimizer, megatron_scheduler, optimizers, rng
 from ckpt.adapters.placement import Placement
 from ckpt.errors import StateMismatch, Unsupported
 from ckpt.geometry import Box, TensorSpec
-from ckpt.state import Captured, PerRank, Replicated, ShardedTensor, TrainState
+from ckpt.state import Captured, PerRank, Replicated, RngState, ShardedTensor, TrainState
 from ckpt.state.dtypes import STORED, dtype_name
-from ckpt.state.names import Key, join
-from ckpt.state.values import Json
+from ckpt.state.names import Key, join, split
+from ckpt.state.values import Json, decode
 
 Path = tuple[Key, ...]
 Setter = Callable[[Any], None]
@@ -42,6 +42,11 @@ class Known:
         """Names of values that start with `prefix`, sorted."""
         return _starting(self._value_names, prefix)
 
+    def plain_at(self, path: Path) -> dict[Key, Any]:
+        """The plain values directly below a path, by key."""
+        names = [n for n in self.values_below(join(path) + "/") if len(split(n)) == len(path) + 1]
+        return {split(n)[-1]: decode(self.values[n], n) for n in names}
+
     @cached_property
     def _tensor_names(self) -> list[str]:
         return sorted(self.tensors)
@@ -58,10 +63,11 @@ def _starting(names: Sequence[str], prefix: str) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Named:
-    """A parameter of the state: its path and placement. Optimizers find theirs by identity."""
+    """A parameter of the state: its path and placement, whether it is trained. Optimizers find theirs by identity."""
 
     path: Path
     placement: Placement
+    trained: bool = True
 
 
 def capture(state: Mapping[str, Any] | TrainState, known: Known | None = None) -> Captured:
@@ -77,21 +83,28 @@ def capture(state: Mapping[str, Any] | TrainState, known: Known | None = None) -
         walker.mapping(state, ())
     else:
         raise Unsupported(f"the state is a {type(state).__name__}; pass a dict or a ckpt.TrainState")
-    for later in walker.later:
+    for later in chain(walker.later, walker.last):
         later()
+    if known is not None:
+        for name in [n for n, t in walker.captured.tensors.items() if t.spec.stack and n not in known.tensors]:
+            if any(known.tensors_below(name + "/")):  # kept slice by slice, because not all of them had it
+                walker.captured.unstack(name)
     walker.captured.seal()
     return walker.captured
 
 
 class Walker:
     """One pass over a state. `parameters` maps id(tensor that may be a parameter) to its name; `later` runs when all
-    modules are known."""
+    modules are known, `last` after that; `restored_groups` are the ids of optimizers' parameter groups that are
+    captured."""
 
     def __init__(self, known: Known | None) -> None:
         self.known = known
         self.captured = Captured()
         self.parameters: dict[int, Named] = {}
         self.later: list[Callable[[], None]] = []
+        self.last: list[Callable[[], None]] = []
+        self.restored_groups: set[int] = set()
 
     def mapping(self, state: Mapping[Any, Any], path: Path) -> None:
         for key in list(state):
@@ -118,8 +131,14 @@ class Walker:
             self.tensor(self._from_numpy(node, join(path)), path)
         elif isinstance(node, nn.Module):
             self.module(node, path)
+        elif isinstance(node, RngState):
+            self.last.append(lambda: rng.capture(self, node, path))
         elif isinstance(node, torch.optim.Optimizer):
             self.later.append(lambda: optimizers.capture(self, node, path))
+        elif megatron_optimizer.is_optimizer(node):
+            self.later.append(lambda: megatron_optimizer.capture(self, node, path))
+        elif megatron_scheduler.is_scheduler(node):  # after the optimizers: a list grows while it is run through
+            self.later.append(lambda: self.later.append(lambda: megatron_scheduler.capture(self, node, path)))
         elif hasattr(node, "state_dict") or hasattr(node, "load_state_dict"):
             self.later.append(lambda: self.stateful(node, path))
         elif isinstance(node, Mapping) and node and all(type(k) in (str, int) for k in node):
@@ -142,7 +161,7 @@ class Walker:
         """A tensor that the caller holds, so that an optimizer of the same state may have it as a parameter."""
         self.tensor(tensor, path, placement)
         placed = self.place(tensor, join(path))[1] if placement is None else placement
-        self.parameters.setdefault(id(tensor), Named(path, placed))
+        self.parameters.setdefault(id(tensor), Named(path, placed, tensor.requires_grad))
 
     def tensor(self, tensor: torch.Tensor, path: Path, placement: Placement | None = None) -> None:
         """A tensor with a placement; without one, a DTensor's own or the whole."""
@@ -188,9 +207,12 @@ class Walker:
                 raise Unsupported(f"{join((*path, name))}: a module's state holds a {type(entry).__name__}")
 
     def stateful(self, node: Any, path: Path) -> None:
-        """An object with state_dict and load_state_dict. On load its state is filled in a copy and then given back."""
+        """An object with state_dict and load_state_dict. On load its state is filled in a copy and then given back; an
+        object with check_state_dict is asked first, before anything has changed, whether it can take the saved values.
+        """
         if not (hasattr(node, "state_dict") and hasattr(node, "load_state_dict")):
             raise Unsupported(f"{join(path)}: {type(node).__name__} has only one of state_dict and load_state_dict")
+        optimizers.check_is_no_optimizer(node, join(path))
         state = node.state_dict()
         if self.known is not None:
             state = _fresh(state)
@@ -199,6 +221,10 @@ class Walker:
             self.entry(state, path, _item_setter(box, "state"))
             self.captured.appliers.append(lambda _: node.load_state_dict(box["state"]))
             return
+        if self.known is not None and hasattr(node, "check_state_dict"):
+            saved = self.known.plain_at(path)
+            if saved:
+                node.check_state_dict({**state, **saved})
         self.mapping(state, path)
         self.captured.appliers.append(lambda _: node.load_state_dict(state))
 

@@ -55,7 +55,7 @@ def capture(walker: Walker, module: nn.Module, path: tuple[Key, ...]) -> None:
         else:
             raise Unsupported(f"{join(path)}: Megatron gives an entry of class {kind}, which ckpt does not know")
         walker.tensor(local, (*path, key), placement)
-        walker.parameters.setdefault(id(local), Named((*path, key), placement))
+        walker.parameters.setdefault(id(local), Named((*path, key), placement, local.requires_grad))
 
 
 def _metadata() -> dict[str, Any]:

@@ -11,21 +11,21 @@ from typing import Any
 
 import torch
 
-from ckpt.engine.comm import Comm
-from ckpt.engine.merge import declare_tensors, union_of
-from ckpt.engine.mover import Move, Mover, held_parts, part_of, read_moves
+from ckpt.engine import fill
+from ckpt.engine.fill import Filling
+from ckpt.engine.mover import Move, Mover, part_of, read_moves
 from ckpt.engine.opened import OLDER, Opened, check_objects
-from ckpt.engine.save import digests_of, parse_held
 from ckpt.engine.session import Buffers, Phases, Session
-from ckpt.engine.target import Options, Target, apply_casts, match, matches, wanted_by_all
-from ckpt.errors import CorruptCheckpoint, RankFailed, StateInvalid, StateMismatch, StoreError
+from ckpt.engine.target import Options
+from ckpt.errors import CorruptCheckpoint, RankFailed, StoreError
 from ckpt.geometry import Catalogue, Plan, Unit, read_plan
-from ckpt.state.captured import Captured, LocalTensor
+from ckpt.native.copies import copy_boxes
+from ckpt.state.captured import Captured
 from ckpt.state.dtypes import opaque
-from ckpt.state.values import canonical_json, decode, parse_json
 from ckpt.store.arrays import Arrays, read_error
-from ckpt.store.commit import held_digests
 
+_BLAME = "stored bytes were swapped, or memory or the exchange is faulty; load again, or an older step"
+_REMEDY = "load again, or an older step, before training or saving"
 _AGREE_EVERY = 8  # rounds between two looks at whether some rank has failed
 
 
@@ -44,13 +44,12 @@ class Loaded:
 
 @dataclass
 class _Job:
-    """One load on this rank. `fill`: for each tensor of the catalogue, this rank's shards of it."""
+    """One load on this rank."""
 
     session: Session
     opened: Opened
-    target: Target
+    filling: Filling
     plan: Plan
-    fill: Mapping[int, Sequence[LocalTensor]]
 
 
 def load(
@@ -71,46 +70,29 @@ def load(
     """
     phases, comm = Phases(), session.comm
     with phases("plan"):
-        with comm.phase("load: match"):
-            captured = capture(opened)
-            target = match(captured, opened, options, comm.rank)
-            values = {n: decode(v, n) for n, v in opened.manifest.values.items()}
-            values |= _own_values(captured, opened, options, comm, layout)
-        job = _plan(session, opened, captured, target, options)
+        filling = fill.prepare(comm, opened, capture, options, layout, "load")
+        job = _Job(session, opened, filling, _plan(session, opened, filling))
         with comm.phase("load: check objects"):
             check_objects(session, opened)
     session.faults("load.opened")
-    backup = _copies(target) if atomic else None
-    applying = False
-    try:
+    failed, remedy = (
+        f"loading step {opened.record.step} failed",
+        "load again, or an older step, before training or saving",
+    )
+    with fill.changing(filling, atomic, failed, remedy) as begin_to_apply:
         with phases("read"):
             _read(job)
         session.faults("load.placed")
         if verify:
             with phases("verify"):
-                _verify(job)
+                fill.verify(comm, opened.manifest, filling, "load", _BLAME)
         session.faults("load.verified")
         with phases("apply"):
-            with comm.phase("load: cast"):
-                apply_casts(target)
-            with comm.phase("load: apply values"):
-                applying = True
-                for apply in captured.appliers:
-                    apply(values)
-    except BaseException as error:
-        if backup is not None:
-            for view, copy in backup:
-                view.copy_(copy)
-            if not applying:
-                raise
-        raise StateInvalid(
-            f"loading step {opened.record.step} failed after the state began to change: {error}. This state is a mix: "
-            "load again, or an older step, before training or saving"
-        ) from error
+            fill.apply(comm, filling, begin_to_apply, "load")
     return Loaded(
         opened.manifest.nbytes,
-        len(job.fill),
-        len(captured.values),
+        len(filling.fill),
+        len(filling.captured.values),
         verify,
         phases.total,
         phases.seconds,
@@ -118,74 +100,15 @@ def load(
     )
 
 
-def _copies(target: Target) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Every live view that a load will write, with a copy of what it holds now."""
-    views = [s.view for tensors in target.tensors.values() for t in tensors for s in t.shards]
-    views += [s.view for tensor, _ in target.casts for s in tensor.shards]
-    return [(v, v.clone()) for v in views]
-
-
-def _own_values(
-    captured: Captured, opened: Opened, options: Options, comm: Comm, layout: dict[str, Any] | None
-) -> dict[str, Any]:
-    """The plain values that belong to this rank alone: only ever from the same rank of the same layout."""
-    everybody = {n for one in opened.ranks for n in one}
-    same = opened.run.get("layout") == layout and len(opened.ranks) == comm.world
-    mine = opened.ranks[comm.rank] if same else {}
-    kept = sorted(n for n in (mine if same else everybody) if not matches(n, options.allow_extra))
-    absent = [n for n in captured.per_rank if n not in mine and not matches(n, options.allow_missing)]
-    if not same and (kept or any(n in everybody for n in absent)):
-        raise StateMismatch(
-            f"{(kept or absent)[0]}: kept per rank under layout {opened.run.get('layout')} of {len(opened.ranks)} "
-            f"ranks; it has no meaning on layout {layout} of {comm.world} ranks: load on the saved layout, or leave it "
-            "out of the state and use allow_extra=[...]"
-        )
-    if absent:
-        raise StateMismatch(
-            f"rank {comm.rank}: the checkpoint has no per-rank {absent[0]}; allow_missing=[...] keeps what the state "
-            "holds"
-        )
-    extra = [n for n in kept if n not in captured.per_rank]
-    if extra:
-        raise StateMismatch(
-            f"rank {comm.rank}: the checkpoint holds per-rank {extra[0]}, which the state has not; allow_extra=[...] "
-            "leaves it out"
-        )
-    return {n: decode(mine[n], n) for n in captured.per_rank if n in mine}
-
-
-def _plan(session: Session, opened: Opened, captured: Captured, target: Target, options: Options) -> _Job:
+def _plan(session: Session, opened: Opened, filling: Filling) -> Plan:
     comm = session.comm
-    kept = Captured()
-    stored = {t.name: t for t in opened.manifest.catalogue.tensors}
-    with comm.phase("load: declare"):
-        for name, tensors in target.tensors.items():
-            # Names tied in the checkpoint may be separate here: each place asks for the same stored tensor.
-            kept.tensors[name] = LocalTensor(stored[name], [s for t in tensors for s in t.shards])
-        mine = canonical_json([list(captured.values), list(captured.aliases)])
-    declared = comm.all_gather(declare_tensors(_once(kept)), "load: declare tensors")
-    valued = comm.all_gather(mine, "load: declare values")
     with comm.phase("load: plan"):
-        union = union_of(declared)
-        named = [parse_json(v, f"values of rank {r}") for r, v in enumerate(valued)]
-        values, tied = ({name for one in named for name in one[i]} for i in range(2))
-        wanted = wanted_by_all(union, opened, values, tied, options)
-        plan = read_plan(opened.manifest.catalogue, wanted, comm.world, session.budget)
+        plan = read_plan(opened.manifest.catalogue, filling.wanted, comm.world, session.budget)
         digest = plan.digest()
     for rank, other in enumerate(comm.all_gather(digest.encode(), "load: compare plans")):
         if other.decode() != digest:
             raise RankFailed(f"ranks {comm.rank} and {rank} made different read plans; use one version of ckpt")
-    index = {t.name: i for i, t in enumerate(opened.manifest.catalogue.tensors)}
-    return _Job(session, opened, target, plan, {index[n]: tensors for n, tensors in target.tensors.items()})
-
-
-def _once(captured: Captured) -> Captured:
-    """The same declarations with each box of a tensor named once."""
-    out = Captured()
-    for name, tensor in captured.tensors.items():
-        boxes = {s.box: s for s in tensor.shards}
-        out.tensors[name] = LocalTensor(tensor.spec, list(boxes.values()))
-    return out
+    return plan
 
 
 def _read(job: _Job) -> None:
@@ -213,8 +136,8 @@ def _read(job: _Job) -> None:
         moves = read_moves(units)
         if moves:
             give = _outgoing(moves, buffers, units, catalogue, session.comm.rank)
-            for move, elements in mover.exchange(moves, give, "load: exchange"):
-                _place(job.fill, move.link.tensor, move.link.box, elements)
+            arrived = mover.exchange(moves, give, "load: exchange")
+            copy_boxes([c for m, elements in arrived for c in job.filling.places(m.link.tensor, m.link.box, elements)])
         if failure is None:
             _place_own(job, units, buffers)
             for buffer in buffers.values():
@@ -228,11 +151,13 @@ def _read(job: _Job) -> None:
 def _place_own(job: _Job, units: Sequence[Unit], buffers: Mapping[int, torch.Tensor]) -> None:
     """Places what this rank has read for itself."""
     catalogue = job.opened.manifest.catalogue
+    copies = []
     for n, buffer in buffers.items():
         packed = catalogue.arrays[units[n].array].packed
         for link in units[n].links:
             if job.session.comm.rank in link.ranks:
-                _place(job.fill, link.tensor, link.box, part_of(buffer, link, packed))
+                copies += job.filling.places(link.tensor, link.box, part_of(buffer, link, packed))
+    copy_boxes(copies)
 
 
 def _start(job: _Job, arrays: Arrays, units: Sequence[Unit]) -> dict[int, Any]:
@@ -298,46 +223,3 @@ def _outgoing(
                 yield move, part_of(buffers[move.unit], move.link, array.packed)
             else:  # reading failed: the others get zeros and, right after, the error
                 yield move, torch.zeros(move.link.box.extent, dtype=opaque(array.itemsize))
-
-
-def _place(fill: Mapping[int, Sequence[LocalTensor]], tensor: int, box: Any, elements: torch.Tensor) -> None:
-    for local in fill.get(tensor, ()):
-        for common, view in held_parts(local.shards, box):
-            view.copy_(elements[common.relative_to(box).slices])
-
-
-def _verify(job: _Job) -> None:
-    """Digests every live box, compares replicas, and compares each tensor's sum with the manifest."""
-    comm, manifest = job.session.comm, job.opened.manifest
-    with comm.phase("load: verify"):
-        held = {}
-        for index, tensors in job.fill.items():
-            name = manifest.catalogue.tensors[index].name
-            places = [digests_of(Captured({name: t}))[name] for t in tensors]
-            found = dict(places[0])
-            for box, digest in (entry for place in places for entry in place):
-                if found.setdefault(box, digest) != digest:
-                    raise CorruptCheckpoint(f"{name}: two places in memory differ in {box} after loading")
-            held[name] = list(found.items())
-        document = canonical_json(
-            {n: [[list(b.offset), list(b.extent), list(d)] for b, d in x] for n, x in held.items()}
-        )
-    everybody = comm.all_gather(document, "load: digests")
-    with comm.phase("load: compare digests"):
-        if comm.rank == 0:
-            _compare(manifest, [parse_held(d, r) for r, d in enumerate(everybody)])
-
-
-def _compare(manifest: Any, everybody: Sequence[Mapping[str, Any]]) -> None:
-    held = {name for one in everybody for name in one}
-    wanted = Catalogue(tuple(t for t in manifest.catalogue.tensors if t.name in held), ())
-    try:
-        found = held_digests(wanted, dict(enumerate(everybody)))
-    except StateMismatch as error:
-        raise CorruptCheckpoint(f"after loading, {error}") from None
-    for spec, digest in zip(manifest.catalogue.tensors, manifest.digests, strict=True):
-        if spec.name in found and found[spec.name] != digest:
-            raise CorruptCheckpoint(
-                f"{spec.name}: the fingerprint of the loaded tensor is not the saved one: stored bytes were swapped, "
-                "or memory or the exchange is faulty; load again, or an older step"
-            )

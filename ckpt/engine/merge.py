@@ -6,8 +6,10 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from ckpt.engine.comm import Comm
 from ckpt.errors import StateMismatch
 from ckpt.geometry import Box, Catalogue, Holdings, TensorSpec
+from ckpt.geometry.box import Index
 from ckpt.state.captured import Captured
 from ckpt.state.dtypes import STORED
 from ckpt.state.values import Json, canonical_json, encode, parse_json
@@ -34,7 +36,39 @@ def declare_tensors(captured: Captured) -> bytes:
         ]
         for t in captured.tensors.values()
     ]
-    return canonical_json([rows, captured.aliases])
+    stateless = {name: sorted(map(list, slices)) for name, slices in captured.stateless.items()}
+    return canonical_json([rows, captured.aliases, stateless])
+
+
+def partial_stacks(declarations: Sequence[bytes]) -> frozenset[str]:
+    """Stacked tensors that lack slices only because some rank says that there is none: state of frozen layers, say.
+    Other gaps stay gaps, and errors."""
+    held: dict[str, set[Index]] = defaultdict(set)
+    none: dict[str, set[Index]] = defaultdict(set)
+    stacks: dict[str, Index] = {}
+    for rank, data in enumerate(declarations):
+        rows, _, stateless = parse_json(data, f"declaration of rank {rank}")
+        for name, slices in stateless.items():
+            none[name].update(map(tuple, slices))
+        for name, _, shape, stack, boxes in rows:
+            if stack:
+                stacks[name] = tuple(shape[:stack])
+                leads = {(tuple(offset[:stack]), tuple(extent[:stack])) for offset, extent in boxes}
+                held[name].update(i for lead in leads for i in Box(*lead).indices())
+    missing = {name: set(Box.whole(stack).indices()) - held[name] for name, stack in stacks.items()}
+    return frozenset(n for n, gone in missing.items() if held[n] and gone and gone <= none[n.rpartition("/")[0]])
+
+
+def take_apart(
+    comm: Comm, captured: Captured, partial: frozenset[str], declared: list[bytes], what: str
+) -> list[bytes]:
+    """Collective. Takes partial stacks apart into their slices on every rank, so that nothing stands for what is not
+    there. Returns all ranks' declarations after that, given those before."""
+    if not partial:
+        return declared
+    for name in sorted(partial & captured.tensors.keys()):
+        captured.unstack(name)
+    return comm.all_gather(declare_tensors(captured), f"{what}: declare slices")
 
 
 def union_of(declarations: Sequence[bytes]) -> Union:
@@ -43,7 +77,7 @@ def union_of(declarations: Sequence[bytes]) -> Union:
     held: dict[str, list[tuple[int, Box]]] = defaultdict(list)
     aliases: dict[str, tuple[int, str]] = {}
     for rank, data in enumerate(declarations):
-        rows, ties = parse_json(data, f"declaration of rank {rank}")
+        rows, ties, _ = parse_json(data, f"declaration of rank {rank}")
         for name, dtype, shape, stack, boxes in rows:
             spec = TensorSpec(name, tuple(shape), dtype, STORED[dtype].itemsize, stack)
             first, known = specs.setdefault(name, (rank, spec))

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 import torch
 
 from ckpt.engine.comm import Comm
 from ckpt.geometry import Box, Link, Unit
+from ckpt.native.copies import copy_boxes
 from ckpt.state.captured import LocalTensor, Shard
 from ckpt.state.dtypes import opaque
 
@@ -22,6 +24,30 @@ class Move:
     target: int
     unit: int
     link: Link
+
+    @property
+    def tensor(self) -> int:
+        return self.link.tensor
+
+    @property
+    def box(self) -> Box:
+        return self.link.box
+
+
+class Moving(Protocol):
+    """A box of a tensor (by catalogue index) on its way from one rank to another."""
+
+    @property
+    def source(self) -> int: ...
+    @property
+    def target(self) -> int: ...
+    @property
+    def tensor(self) -> int: ...
+    @property
+    def box(self) -> Box: ...
+
+
+M = TypeVar("M", bound=Moving)
 
 
 def write_moves(units: Sequence[Unit]) -> list[Move]:
@@ -51,8 +77,8 @@ class Mover:
         self._send = self._receive = torch.empty(0, dtype=torch.uint8)
 
     def exchange(
-        self, moves: Sequence[Move], give: Iterable[tuple[Move, torch.Tensor]], what: str
-    ) -> Iterator[tuple[Move, torch.Tensor]]:
+        self, moves: Sequence[M], give: Iterable[tuple[M, torch.Tensor]], what: str
+    ) -> Iterator[tuple[M, torch.Tensor]]:
         """Collective. `moves`: of the whole job, in the plan's order. `give`: this rank's outgoing moves in that order,
         each with its elements. Yields the incoming moves, each with its elements (valid until the next exchange)."""
         me, world = self._comm.rank, self._comm.world
@@ -64,25 +90,27 @@ class Mover:
                 received[m.source] += self._nbytes(m)
         self._send, self._receive = _room(self._send, sum(sent)), _room(self._receive, sum(received))
         at = _starts(sent)
+        copies = []
         for move, elements in give:
             place = self._send[at[move.target] : at[move.target] + elements.numel() * elements.element_size()]
-            place.view(elements.dtype).reshape(move.link.box.extent).copy_(elements)
+            copies.append((place.view(elements.dtype).reshape(move.box.extent), elements))
             at[move.target] += self._nbytes(move)
+        copy_boxes(copies)
         self._comm.exchange(self._send[: sum(sent)], sent, self._receive[: sum(received)], received, what)
         at = _starts(received)
         for move in moves:
             if move.target == me:
-                size = move.link.box.volume * self._itemsizes[move.link.tensor]
+                size = move.box.volume * self._itemsizes[move.tensor]
                 place = self._receive[at[move.source] : at[move.source] + size]
                 at[move.source] += self._nbytes(move)
                 yield (
                     move,
-                    place.view(opaque(self._itemsizes[move.link.tensor])).reshape(move.link.box.extent),
+                    place.view(opaque(self._itemsizes[move.tensor])).reshape(move.box.extent),
                 )
 
-    def _nbytes(self, move: Move) -> int:
+    def _nbytes(self, move: Moving) -> int:
         """Room for a move: a multiple of 16, so that the next one is aligned for any item size."""
-        return -(-move.link.box.volume * self._itemsizes[move.link.tensor] // 16) * 16
+        return -(-move.box.volume * self._itemsizes[move.tensor] // 16) * 16
 
 
 def _starts(sizes: Sequence[int]) -> list[int]:

@@ -21,21 +21,31 @@ import numpy as np
 import tensorstore as ts
 import torch
 
-from ckpt.engine.merge import Union, check_cover, declare_tensors, encode_values, union_of, union_of_values
+from ckpt.engine.digests import Held, digests_of, held_document, parse_held
+from ckpt.engine.merge import (
+    Union,
+    check_cover,
+    declare_tensors,
+    encode_values,
+    partial_stacks,
+    take_apart,
+    union_of,
+    union_of_values,
+)
 from ckpt.engine.mover import Move, Mover, by_unit, gather_box, held_parts, part_of, write_moves
 from ckpt.engine.session import Buffers, InFlight, Phases, Session
 from ckpt.errors import CkptError, RankFailed, StateMismatch, StoreError
-from ckpt.fingerprint import ZERO, Digest, add, box_digest
+from ckpt.fingerprint import ZERO, Digest, add, box_digests
 from ckpt.geometry import Box, Layout, Plan, Unit, write_plan
+from ckpt.native.copies import copy_boxes
 from ckpt.state.captured import Captured
 from ckpt.state.dtypes import STORED, opaque
+from ckpt.state.groups import declare, empty_groups
 from ckpt.state.values import Json, canonical_json, parse_json
 from ckpt.store.arrays import Arrays, metadata_objects
 from ckpt.store.commit import Sealed, assemble, held_digests, publish, void
 from ckpt.store.log import FORMAT, Record
 from ckpt.store.records import Intent, Receipt, attempt_prefix, sha256
-
-Held = dict[str, list[tuple[Box, Digest]]]
 
 
 @dataclass(frozen=True)
@@ -58,6 +68,7 @@ class PlanCache:
     union: Union | None = None
     plan: Plan | None = None
     digest: str = ""
+    partial: frozenset[str] = frozenset()
     hits: int = field(default=0)
 
 
@@ -134,21 +145,26 @@ def _plan(
     with comm.phase("save: capture"):
         tensors = declare_tensors(captured)
         shared, per_rank = encode_values(captured)
-        mine = canonical_json([step, shared])
+        mine = canonical_json([step, shared, declare(captured.groups)])
     declared = comm.all_gather(tensors, "save: declare tensors")
     valued = comm.all_gather(mine, "save: declare values")
+    with comm.phase("save: stacks"):
+        key = sha256(b"".join(sha256(d).encode() for d in declared))
+        partial = cache.partial if cache.key == key else partial_stacks(declared)
+    declared = take_apart(comm, captured, partial, declared, "save")
     with comm.phase("save: plan"):
-        pairs = [parse_json(v, f"values of rank {r}") for r, v in enumerate(valued)]
-        for rank, (other, _) in enumerate(pairs):
+        told = [parse_json(v, f"values of rank {r}") for r, v in enumerate(valued)]
+        for rank, (other, _, _) in enumerate(told):
             if other != step:
                 raise StateMismatch(f"rank {comm.rank} saves step {step}, but rank {rank} saves step {other}")
-        values = union_of_values([canonical_json(v) for _, v in pairs])
-        key = sha256(b"".join(sha256(d).encode() for d in declared))
+        values = union_of_values([canonical_json(v) for _, v, _ in told])
+        values |= empty_groups([groups for _, _, groups in told], values)
         if cache.key != key or cache.union is None or cache.plan is None:
             union = union_of(declared)
             check_cover(union)
             plan = write_plan(union.catalogue, union.holdings, comm.world, session.budget)
             cache.key, cache.union, cache.plan, cache.digest = key, union, plan, plan.digest()
+            cache.partial = partial
         else:
             cache.hits += 1
         clash = values.keys() & {t.name for t in cache.union.catalogue.tensors}
@@ -162,27 +178,12 @@ def _digest(session: Session, captured: Captured, union: Union) -> Held:
     comm = session.comm
     with comm.phase("save: digest"):
         held = digests_of(captured)
-        document = canonical_json(
-            {n: [[list(b.offset), list(b.extent), list(d)] for b, d in x] for n, x in held.items()}
-        )
+        document = held_document(held)
     everybody = comm.all_gather(document, "save: digests")
     with comm.phase("save: compare replicas"):
         if comm.rank == 0:
             held_digests(union.catalogue, {r: parse_held(d, r) for r, d in enumerate(everybody)})
     return held
-
-
-def digests_of(captured: Captured) -> Held:
-    """Digest of each box that this rank holds, from its live memory."""
-    return {
-        name: [(s.box, box_digest(s.view, s.box, t.spec.shape)) for s in t.shards]
-        for name, t in captured.tensors.items()
-    }
-
-
-def parse_held(data: bytes, rank: int) -> Held:
-    document = parse_json(data, f"digests of rank {rank}")
-    return {n: [(Box(tuple(o), tuple(e)), (d[0], d[1])) for o, e, d in boxes] for n, boxes in document.items()}
 
 
 def _begin(job: _Job, layout: Layout | None) -> bytes:
@@ -284,18 +285,19 @@ def _write_unit(
     if array.packed:
         staging.zero_()
     buffer = staging.view(opaque(array.itemsize)).reshape(unit.box.extent)
-    for link, elements in incoming:
-        part_of(buffer, link, array.packed).copy_(elements)
+    copies = [(part_of(buffer, link, array.packed), elements) for link, elements in incoming]
     for link in unit.links:
         if link.ranks[0] == unit.owner:
             name = catalogue.tensors[link.tensor].name
             for box, view in held_parts(job.captured.tensors[name].shards, link.box):
                 if box == link.box:
-                    part_of(buffer, link, array.packed).copy_(view)
+                    copies.append((part_of(buffer, link, array.packed), view))
                     break
-    for tensor, box, part in _pieces(unit, buffer, array.packed):
-        spec = catalogue.tensors[tensor]
-        written[spec.name] = add(written[spec.name], box_digest(part, box, spec.shape))
+    copy_boxes(copies)
+    pieces = [(catalogue.tensors[t], box, part) for t, box, part in _pieces(unit, buffer, array.packed)]
+    digests = box_digests([(part, box, spec.shape) for spec, box, part in pieces])
+    for (spec, _, _), digest in zip(pieces, digests, strict=True):
+        written[spec.name] = add(written[spec.name], digest)
     values = buffer.numpy().view(np.dtype(STORED[array.dtype].zarr))
     handle = arrays.handle(unit.array)[tuple(slice(o, s) for o, s in zip(unit.box.offset, unit.box.stop, strict=True))]
     future = handle.write(values, can_reference_source_data_indefinitely=True)

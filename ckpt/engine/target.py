@@ -14,6 +14,7 @@ from ckpt.errors import StateMismatch
 from ckpt.geometry import Holdings
 from ckpt.state.captured import Captured, LocalTensor, Shard
 from ckpt.state.dtypes import bits, torch_dtype
+from ckpt.state.groups import Declared, check_options, places
 
 _MOST_NAMES = 10
 
@@ -118,6 +119,28 @@ def apply_casts(target: Target) -> None:
         own, saved = torch_dtype(tensor.spec.dtype), torch_dtype(landing.spec.dtype)
         for into, source in zip(tensor.shards, landing.shards, strict=True):
             into.view.view(own).copy_(source.view.view(saved))
+
+
+def match_groups(captured: Captured, declared: Sequence[Declared], opened: Opened, options: Options) -> set[str]:
+    """Tells this rank's parameter groups where their options are kept; returns the names of those values on all ranks.
+
+    declared: all ranks' groups. Raises StateMismatch where the checkpoint has no such group, or one with other options.
+    """
+    at = places(declared)
+    for name, groups in captured.groups.items():
+        for place, group in enumerate(groups):
+            if group.member is not None:
+                group.kept_at = group.member
+                continue
+            group.kept_at = at[name][place]
+            if group.kept_at in opened.manifest.values:
+                check_options(group.kept_at, opened.manifest.values[group.kept_at], group.options)
+            elif not matches(group.kept_at, options.allow_missing):
+                raise StateMismatch(
+                    f"{name}: parameter group {place} has no parameters, and the checkpoint has no {group.kept_at}; "
+                    "allow_missing=[...] keeps what the group holds"
+                )
+    return {value for values in at.values() for value in values}
 
 
 def wanted_by_all(

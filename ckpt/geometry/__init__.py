@@ -9,6 +9,7 @@ Start reading at `box.Box`, then `grid.canonical_grid` and `catalogue.Catalogue`
 
 from ckpt.geometry.box import Box
 from ckpt.geometry.catalogue import Catalogue, StoredArray, StoredObject, TensorSpec
+from ckpt.geometry.exchange import ExchangePlan, Transfer, exchange_plan
 from ckpt.geometry.grid import Grid, canonical_grid
 from ckpt.geometry.holdings import Holdings
 from ckpt.geometry.layout import Coords, Layout
@@ -18,6 +19,7 @@ __all__ = [
     "Box",
     "Catalogue",
     "Coords",
+    "ExchangePlan",
     "Grid",
     "Holdings",
     "Layout",
@@ -26,8 +28,10 @@ __all__ = [
     "StoredArray",
     "StoredObject",
     "TensorSpec",
+    "Transfer",
     "Unit",
     "canonical_grid",
+    "exchange_plan",
     "read_plan",
     "write_plan",
 ]

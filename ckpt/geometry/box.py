@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 from typing import TypeAlias
 
 Index: TypeAlias = tuple[int, ...]
@@ -43,6 +45,10 @@ class Box:
     @property
     def slices(self) -> tuple[slice, ...]:
         return tuple(slice(o, o + e) for o, e in zip(self.offset, self.extent, strict=True))
+
+    def indices(self) -> Iterator[Index]:
+        """Every index in the box, in row-major order."""
+        return product(*(range(o, o + e) for o, e in zip(self.offset, self.extent, strict=True)))
 
     def intersect(self, other: Box) -> Box | None:
         """The common region, or None when no element is common."""

@@ -5,13 +5,14 @@ one form in which every adapter hands a state to the engine.
 """
 
 from ckpt.state.captured import Captured, LocalTensor, Shard
-from ckpt.state.kinds import PerRank, Replicated, ShardedTensor, TrainState, per_rank, replicated
+from ckpt.state.kinds import PerRank, Replicated, RngState, ShardedTensor, TrainState, per_rank, replicated
 
 __all__ = [
     "Captured",
     "LocalTensor",
     "PerRank",
     "Replicated",
+    "RngState",
     "Shard",
     "ShardedTensor",
     "TrainState",

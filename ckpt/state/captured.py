@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from ckpt.errors import StateMismatch
 from ckpt.geometry import Box, TensorSpec
+from ckpt.geometry.box import Index
+from ckpt.state.groups import Group
 from ckpt.state.memory import check_disjoint
+from ckpt.state.names import join
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,9 @@ class LocalTensor:
 @dataclass
 class Captured:
     """A rank's state: tensors by name, plain values by name (the same on every rank that has them), and plain values
-    of this rank alone. `aliases` maps a further name of the same memory to the name that keeps the tensor.
+    of this rank alone. `aliases` maps a further name of the same memory to the name that keeps the tensor. `groups`
+    are the parameter groups of each optimizer, by its name, in their order. `stateless` has, by the name that a stacked
+    parameter's optimizer state has in front of its keys, the slices that have no state here: a frozen layer, say.
 
     `apply` puts loaded values back: it is called once, after all tensors are loaded and verified, with all values
     (replicated and per rank) by name.
@@ -47,6 +52,8 @@ class Captured:
     values: dict[str, Any] = field(default_factory=dict)
     per_rank: dict[str, Any] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
+    groups: dict[str, list[Group]] = field(default_factory=dict)
+    stateless: dict[str, set[Index]] = field(default_factory=dict)
     appliers: list[Callable[[dict[str, Any]], None]] = field(default_factory=list)
 
     def add_tensor(self, spec: TensorSpec, shards: list[Shard]) -> None:
@@ -67,6 +74,18 @@ class Captured:
         if name in self.values or name in self.per_rank or name in self.tensors:
             raise StateMismatch(f"{name}: two entries of the state have this name")
         (self.per_rank if per_rank else self.values)[name] = value
+
+    def unstack(self, name: str) -> None:
+        """Takes a stacked tensor apart into the slices that this rank holds, each a tensor `<name>/~i` of its own."""
+        whole = self.tensors.pop(name)
+        stack = whole.spec.stack
+        for shard in whole.shards:
+            lead = Box(shard.box.offset[:stack], shard.box.extent[:stack])
+            box = Box(shard.box.offset[stack:], shard.box.extent[stack:])
+            for index in lead.indices():
+                inner = tuple(i - o for i, o in zip(index, lead.offset, strict=True))
+                spec = replace(whole.spec, name=f"{name}/{join(index)}", shape=whole.spec.shape[stack:], stack=0)
+                self.add_tensor(spec, [Shard(box, shard.view[inner])])
 
     def seal(self) -> None:
         """Finds tied tensors and checks that no memory is held twice otherwise. Called once, when all is added.

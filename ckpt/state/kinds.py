@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 
@@ -47,6 +48,19 @@ def per_rank(value: Any) -> PerRank:
 def replicated(value: Any) -> Replicated:
     """Declares that `value` is the same on every rank that has it. Checked byte for byte at save."""
     return Replicated(value)
+
+
+@dataclass(frozen=True)
+class RngState:
+    """Every random stream of this rank, kept per rank: python's `random`, NumPy's global state, torch's CPU generator,
+    the default generator of every CUDA device, and all streams of Megatron Core's RNG tracker.
+
+    generators: generators of your own, by name; they must have the same names when the state is loaded. A load puts
+    the streams back last. On another layout it is refused, since a stream of one rank has no meaning on another:
+    leave the entry out and give `allow_extra`, or use `ckpt.random`, whose streams no layout enters.
+    """
+
+    generators: Mapping[str, torch.Generator | np.random.Generator] = field(default_factory=dict)
 
 
 @dataclass

@@ -15,16 +15,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ckpt.adapters import Known, capture
+from ckpt.adapters import capture, known_from
 from ckpt.engine import load as loading
 from ckpt.engine import save as saving
 from ckpt.engine.comm import Comm
 from ckpt.engine.faults import FaultPoint, no_faults
-from ckpt.engine.opened import Opened, open_commit, pick
+from ckpt.engine.opened import open_commit, pick
 from ckpt.engine.session import Session
 from ckpt.engine.target import Options
 from ckpt.errors import CkptError, Fenced, StateInvalid, StateMismatch
-from ckpt.geometry import Layout, TensorSpec
+from ckpt.geometry import Layout
 from ckpt.state import TrainState
 from ckpt.state.values import canonical_json, parse_json
 from ckpt.store import arrays
@@ -177,7 +177,7 @@ class Checkpointer:
                 done = loading.load(
                     self._session,
                     opened,
-                    lambda found: capture(state, _known(found)),
+                    lambda found: capture(state, known_from(found)),
                     options,
                     verify=verify,
                     atomic=atomic,
@@ -272,11 +272,3 @@ class Checkpointer:
                 found = canonical_json(None if record is None else [record.number, record.document])
         document = parse_json(self._comm.broadcast(found, "load: pick a step"), "commit record")
         return None if document is None else Record(*document)
-
-
-def _known(opened: Opened) -> Known:
-    tensors = {t.name: t for t in opened.manifest.catalogue.tensors}
-    for name, kept in opened.manifest.aliases.items():
-        t = tensors[kept]
-        tensors[name] = TensorSpec(name, t.shape, t.dtype, t.itemsize, t.stack)
-    return Known(tensors, opened.manifest.values)

@@ -581,7 +581,7 @@ def test_swapped_chunks_are_found_by_the_fingerprint(ck: ckpt.Checkpointer, tmp_
     """Whole chunks with good checksums in the wrong place: only the verification of the live tensors can tell."""
     _swap(tmp_path / "root")
     target = _state(20)
-    with pytest.raises(ckpt.StateInvalid, match="big: the fingerprint of the loaded tensor is not the saved one"):
+    with pytest.raises(ckpt.StateInvalid, match="big: the fingerprint of the live tensor is not the saved one"):
         ck.load(target)
     with pytest.raises(ckpt.StateInvalid, match="not saved"):
         ck.save(2, target)
@@ -595,7 +595,7 @@ def test_a_chunk_of_an_older_step_is_found_by_the_fingerprint(ck: ckpt.Checkpoin
     old = objects_of(tmp_path / "root", "packed/float32")[0].read_bytes()
     ck.save(2, _state(30))
     objects_of(tmp_path / "root", "packed/float32")[0].write_bytes(old)
-    with pytest.raises(ckpt.StateInvalid, match="small: the fingerprint of the loaded tensor is not the saved one"):
+    with pytest.raises(ckpt.StateInvalid, match="small: the fingerprint of the live tensor is not the saved one"):
         ck.load(_state(20))
 
 

@@ -287,11 +287,6 @@ def _refused_optimizers() -> dict[str, tuple[Callable[[], dict[str, Any]], type[
     def foreign() -> dict[str, Any]:
         return {"m": _net(1), "o": torch.optim.SGD([*_net(2).parameters()], lr=0.1)}
 
-    def empty_group() -> dict[str, Any]:
-        model = _net(1)
-        groups: list[dict[str, Any]] = [{"params": model.parameters()}, {"params": []}]
-        return {"m": model, "o": torch.optim.SGD(groups, lr=0.1)}
-
     def own() -> dict[str, Any]:
         model = _net(1)
         return {"m": model, "o": _OwnStateDict(model.parameters(), lr=0.1)}
@@ -317,7 +312,6 @@ def _refused_optimizers() -> dict[str, tuple[Callable[[], dict[str, Any]], type[
 
     return {
         "a foreign parameter": (foreign, ckpt.StateMismatch, r"o: a parameter of shape \[5, 6\] .* add the model"),
-        "an empty group": (empty_group, ckpt.Unsupported, r"o: parameter group 1 has no parameters .* remove"),
         "a state_dict of its own": (own, ckpt.Unsupported, r"o: _OwnStateDict has a state_dict of its own,.* inside"),
         "state of a dropped parameter": (dropped, ckpt.Unsupported, r"o: .* a tensor of shape \[6\].* remove it"),
         "state of no parameter": (whole_state, ckpt.Unsupported, r"o: .* 'shared', which is in none .* remove it"),

@@ -91,27 +91,34 @@ def _forward(data: Iterator[torch.Tensor], model: Any) -> tuple[torch.Tensor, An
 
 def train_step(trainer: Trainer, step: int, batch: int = 16, micro: int = 2) -> float:
     """One optimizer step on the step's global batch. Gives the mean loss over that batch, on every rank."""
+    trainer.wrapped.zero_grad_buffer()
+    loss = run_batch(trainer.wrapped, trainer.size, step, batch, micro)
+    for param in trainer.model.parameters():
+        param.grad = param.main_grad.to(param.dtype)
+    trainer.optimizer.step()
+    for param in trainer.model.parameters():
+        param.grad = None
+    return loss
+
+
+def run_batch(wrapped: Any, size: GptSize, step: int, batch: int, micro: int) -> float:
+    """Runs the step's global batch forward and backward through Megatron's schedule. Gives the mean loss over the
+    batch, on every rank."""
     from megatron.core import parallel_state as ps
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     dp = ps.get_data_parallel_world_size()
     if batch % (dp * micro):
         raise ValueError(f"a batch of {batch} does not divide into microbatches of {micro} on {dp} replicas")
-    trainer.wrapped.zero_grad_buffer()
     losses = get_forward_backward_func()(
         forward_step_func=_forward,
-        data_iterator=_microbatches(step, batch, micro, trainer.size.seq),
-        model=[trainer.wrapped],
+        data_iterator=_microbatches(step, batch, micro, size.seq),
+        model=[wrapped],
         num_microbatches=batch // dp // micro,
-        seq_length=trainer.size.seq,
+        seq_length=size.seq,
         micro_batch_size=micro,
         forward_only=False,
     )
-    for param in trainer.model.parameters():
-        param.grad = param.main_grad.to(param.dtype)
-    trainer.optimizer.step()
-    for param in trainer.model.parameters():
-        param.grad = None
     return _mean_over_job([float(entry["loss"]) for entry in losses], batch // micro)
 
 

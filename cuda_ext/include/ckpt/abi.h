@@ -6,6 +6,9 @@
 #ifdef __cplusplus
 extern "C" {
 #endif
+#if defined(__GNUC__)
+#pragma GCC visibility push(default) /* all else of the library is hidden, so that two builds can live in a process */
+#endif
 
 #define CKPT_ABI 1
 #define CKPT_MAX_NDIM 16
@@ -62,7 +65,7 @@ int ckpt_box_copy(const ckpt_copy* copies, int64_t count, int threads);
 /* Sums `leaves` rows of n elements, `leaf_stride` bytes apart, over the fixed binary tree: the first k leaves and the
    rest, k the largest power of two below their number, each summed alike, then left plus right. fp16, bf16 and fp32
    are added in fp32, fp64 in fp64; `out` has n elements of that type. Any NaN becomes the quiet NaN with no payload. */
-int ckpt_tree_sum(const void* in, int dtype, int64_t leaves, int64_t n, int64_t leaf_stride, void* out, int threads);
+int ckpt_tree_sum(const void* in, int dtype, int64_t leaves, int64_t n, int64_t leaf_stride, int threads, void* out);
 
 /* Random words of elements first..first+n of a stream: element e is word e mod 4 of Philox 4x32-10 under `key` at
    counter (e / 4 as two words, stream as two words). */
@@ -87,6 +90,9 @@ int ckpt_cuda_philox_uniform(float* out, int64_t n, uint64_t first, uint64_t str
 int ckpt_cuda_philox_mask(uint8_t* out, int64_t n, uint64_t first, uint64_t stream, uint64_t key, uint64_t threshold,
                           void* on);
 
+#if defined(__GNUC__)
+#pragma GCC visibility pop
+#endif
 #ifdef __cplusplus
 }
 #endif

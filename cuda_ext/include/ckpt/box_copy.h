@@ -31,12 +31,28 @@ struct Runs {
   }
 };
 
+// Axes of more than one index, in the order of the output in memory (widest stride first), merged with the next one
+// where they can be.
 inline Runs simplify(const ckpt_copy& copy) {
-  Runs r{static_cast<unsigned char*>(copy.dst), static_cast<const unsigned char*>(copy.src), copy.itemsize, 1, 0, {}, {}, {}};
+  Runs r{static_cast<unsigned char*>(copy.dst),
+         static_cast<const unsigned char*>(copy.src),
+         copy.itemsize,
+         1,
+         0,
+         {},
+         {},
+         {}};
+  int order[CKPT_MAX_NDIM], axes = 0;
+  const auto step = [&](int i) { return copy.dst_stride[i] < 0 ? -copy.dst_stride[i] : copy.dst_stride[i]; };
   for (int i = 0; i < copy.ndim; ++i) {
+    if (copy.extent[i] == 1) continue;
+    int at = axes++;
+    for (; at > 0 && step(order[at - 1]) < step(i); --at) order[at] = order[at - 1];
+    order[at] = i;
+  }
+  for (int at = 0; at < axes; ++at) {
+    const int i = order[at], last = r.ndim - 1;
     const int64_t n = copy.extent[i], d = copy.dst_stride[i], s = copy.src_stride[i];
-    if (n == 1) continue;
-    const int last = r.ndim - 1;
     if (r.ndim > 0 && r.dst_stride[last] == n * d && r.src_stride[last] == n * s) {
       r.extent[last] *= n;
       r.dst_stride[last] = d;

@@ -12,15 +12,14 @@ constexpr int64_t kMaxProduct = int64_t{1} << 62;
 inline int check_box(const ckpt_box& box) {
   if (box.ndim < 0 || box.ndim > CKPT_MAX_NDIM) return CKPT_BAD_NDIM;
   if (box.itemsize < 1 || box.itemsize > 16 || (box.itemsize & (box.itemsize - 1)) != 0) return CKPT_BAD_ITEMSIZE;
-  int64_t bytes = box.itemsize, whole = box.itemsize;
+  int64_t bytes = box.itemsize;
   for (int i = 0; i < box.ndim; ++i) {
     const int64_t n = box.shape[i], o = box.offset[i], e = box.extent[i];
     if (n < 0 || o < 0 || e < 0 || o > n || e > n - o) return CKPT_BAD_EXTENT;
-    if ((e != 0 && bytes > kMaxProduct / e) || (n != 0 && whole > kMaxProduct / n)) return CKPT_TOO_LARGE;
+    if ((e != 0 && bytes > kMaxProduct / e) || n > kMaxProduct) return CKPT_TOO_LARGE;
     const int64_t step = box.stride[i] < 0 ? -box.stride[i] : box.stride[i];
     if (box.stride[i] == INT64_MIN || (e > 1 && step > kMaxProduct / e)) return CKPT_TOO_LARGE;
     bytes *= e;
-    whole *= n == 0 ? 1 : n;
   }
   return bytes != 0 && box.data == nullptr ? CKPT_BAD_POINTER : CKPT_OK;
 }

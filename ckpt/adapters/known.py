@@ -1,0 +1,16 @@
+"""What a checkpoint, or another live state, holds: as a capture that is to be filled from it sees it."""
+
+from __future__ import annotations
+
+from ckpt.adapters.capture import Known
+from ckpt.engine.opened import Opened
+from ckpt.geometry import TensorSpec
+
+
+def known_from(opened: Opened) -> Known:
+    """Tensors by each of their names, tied ones too, and the encoded values."""
+    tensors = {t.name: t for t in opened.manifest.catalogue.tensors}
+    for name, kept in opened.manifest.aliases.items():
+        t = tensors[kept]
+        tensors[name] = TensorSpec(name, t.shape, t.dtype, t.itemsize, t.stack)
+    return Known(tensors, opened.manifest.values)

@@ -1,0 +1,49 @@
+// Logical random numbers on a device.
+#pragma once
+
+#include "ckpt/device/launch.h"
+#include "ckpt/philox.h"
+
+namespace ckpt {
+
+struct alignas(16) AlignedWords {
+  Words words;
+};
+
+// out[i] = make(word of element first + i), for i in 0..n, n at least 1. A thread makes the four words of a block of
+// the stream; they are written by way of shared memory, because elements `first` and `out` may start anywhere.
+template <typename T, typename Make>
+struct PhiloxKernel {
+  static constexpr int kThreads = 256, kBlocks = 6;
+
+  struct Shared {
+    AlignedWords made[kThreads];
+  };
+
+  T* out;
+  int64_t n;
+  uint64_t first, stream, key;
+  Make make;
+
+  uint64_t first_block() const { return first / 4; }
+  int64_t tasks() const {
+    const uint64_t blocks = (first + (n - 1)) / 4 - first / 4 + 1;
+    return static_cast<int64_t>((blocks + kThreads - 1) / kThreads);
+  }
+
+  CKPT_DEVICE void run(Block<kThreads> block, Shared& shared) const {
+    const uint64_t last = (first + (n - 1)) / 4, step = static_cast<uint64_t>(block.count) * kThreads;
+    for (uint64_t at = first / 4 + static_cast<uint64_t>(block.index) * kThreads; at <= last; at += step) {
+      block.each([&](int t) { shared.made[t].words = philox_block(at + t, stream, key); });
+      block.each([&](int t) {
+        for (int i = t; i < 4 * kThreads; i += kThreads) {
+          const uint64_t element = 4 * at + i;  // past the last one it may wrap around, and is then below the first
+          if (element >= first && element - first < static_cast<uint64_t>(n))
+            out[element - first] = make(shared.made[i / 4].words.w[i % 4]);
+        }
+      });
+    }
+  }
+};
+
+}  // namespace ckpt
