@@ -1,5 +1,6 @@
 """A flat piece of a local tensor holds, at each of its boxes, the elements that the logical tensor has there."""
 
+import itertools
 import math
 
 import pytest
@@ -49,9 +50,9 @@ def test_pieces_of_a_local_tensor_lie_where_its_elements_lie(
 ) -> None:
     full, local, whole = made
     flat = local.reshape(-1).clone()
-    cuts = sorted(data.draw(st.lists(st.integers(0, flat.numel()), max_size=4)) + [0, flat.numel()])
+    cuts = sorted([*data.draw(st.lists(st.integers(0, flat.numel()), max_size=4)), 0, flat.numel()])
     found = torch.full_like(full, -1)
-    for start, stop in zip(cuts[:-1], cuts[1:], strict=True):
+    for start, stop in itertools.pairwise(cuts):
         piece = flat[start:stop].clone()
         placement = flat_piece(whole, local.shape, start, stop)
         assert (placement.shape, placement.stack, placement.length) == (whole.shape, whole.stack, stop - start)

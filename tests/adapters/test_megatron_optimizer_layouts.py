@@ -150,8 +150,8 @@ def _train(rank: int, world: int, family: Family, setup: Setup, folder: str) -> 
 
 
 def _load(rank: int, world: int, family: Family, setup: Setup, folders: list[str]) -> tuple[list[Seen], str]:
-    """Loads what each source saved into another random init; saves the first one again, and trains on where the setup is
-    the same. Then saves the labelled state, and tells its id."""
+    """Loads what each source saved into another random init; saves the first one again, and trains on where the setup
+    is the same. Then saves the labelled state, and tells its id."""
     layout, visits = setup.layout, []
     with parallel(layout.tp, layout.pp, layout.dp, layout.ep), megatron_on_cpu():
         for number, (source, folder) in enumerate(zip(family.sources, folders, strict=True)):
