@@ -7,8 +7,8 @@ On a GPU every kernel of cuda_ext/ runs on the device and is compared with its h
 library is built into build/gpu_check/ (with CMake, or else with nvcc alone), or given by --library. Only torch and
 NumPy are needed, and ckpt need not be installed.
 
-Exit codes: 0 all bits are equal, 1 some differ, 2 usage, 3 no GPU that can be used, 4 the library cannot be built or
-opened.
+Exit codes: 0 all bits are equal, 1 some differ or a kernel fails, 2 usage, 3 no GPU or no torch, 4 no library could be
+built or opened.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from ckpt.native.library import Library
+    from tools.gpu_check_sides import Recorder
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "cuda_ext"
@@ -54,7 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
     from tools.gpu_check_sides import NativeSide, ReferenceSide
     from tools.gpu_check_speed import Sizes, measure, table
 
-    device = torch.device("cpu" if args.host else "cuda")
+    device = torch.device("cpu") if args.host else torch.device("cuda", torch.cuda.current_device())
     tested = NativeSide(library, device)
     twin = ReferenceSide() if args.host else NativeSide(library, torch.device("cpu"))
     rows = check_bits(tested, twin, args.quick, _say)
@@ -82,16 +82,17 @@ def use_checkout() -> None:
     sys.modules.setdefault("ckpt", bare)
 
 
-def open_library(path: Path) -> Library:
+def open_library(path: Path) -> Recorder:
     """Opens it, and has ckpt use it too. Raises OSError or RuntimeError where it is no library of this version."""
     import ckpt.native
-    from ckpt.native.library import FILE, Library
+    from ckpt.native.library import FILE
+    from tools.gpu_check_sides import Recorder
 
     path = path.resolve()
     if path.name != FILE:
         raise OSError(f"{path} is not named {FILE}, as ckpt needs it")
     ckpt.native.__path__.insert(0, str(path.parent))
-    return Library(path)
+    return Recorder(path)
 
 
 def build(cuda: bool) -> Path:

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 import torch
 
 from tools.gpu_check_cases import Say
-from tools.gpu_check_sides import Boxes, Draw, Row, Side, item, noise, raw
+from tools.gpu_check_sides import Boxes, Draw, NativeSide, Row, Side, item, noise, raw
 
 GIB = 1 << 30
+CALLS = 4  # between two events
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Timed:
-    """A case: what is timed, the bytes that it reads and writes, and whether what it left is right."""
+    """A case: a call of one kernel, the bytes that it reads and writes, and whether what it left is right."""
 
     kernel: str
     case: str
@@ -49,7 +50,8 @@ class Timed:
 
 
 def seconds(device: torch.device, repeats: int, run: Callable[[], object]) -> float:
-    """The median time of a call, on a GPU from event to event on the stream, after three calls to warm up."""
+    """The median time of a call, after three to warm up. On a GPU from event to event on the stream, around several
+    calls, so that the next one is launched while one runs."""
     for _ in range(3):
         run()
     found = []
@@ -57,10 +59,11 @@ def seconds(device: torch.device, repeats: int, run: Callable[[], object]) -> fl
         if device.type == "cuda":
             start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
-            run()
+            for _ in range(CALLS):
+                run()
             stop.record()
             stop.synchronize()
-            found.append(start.elapsed_time(stop) / 1000)
+            found.append(start.elapsed_time(stop) / 1000 / CALLS)
         else:
             begin = time.perf_counter()
             run()
@@ -68,7 +71,7 @@ def seconds(device: torch.device, repeats: int, run: Callable[[], object]) -> fl
     return statistics.median(found)
 
 
-def measure(tested: Side, twin: Side, sizes: Sizes, say: Say) -> list[Row]:
+def measure(tested: NativeSide, twin: Side, sizes: Sizes, say: Say) -> list[Row]:
     """The plain copy, then every kernel. Bits are compared too, at full size."""
     device, total = tested.device, sizes.total
     say(f"timing, {total >> 20} MiB, {sizes.repeats} repeats")
@@ -86,7 +89,8 @@ def measure(tested: Side, twin: Side, sizes: Sizes, say: Say) -> list[Row]:
     ]
     for case in cases:
         say(f"timing {case.kernel}: {case.case}")
-        taken = seconds(device, sizes.repeats, case.run)
+        case.run()
+        taken = seconds(device, sizes.repeats, tested.library.again)
         rows.append(Row(case.kernel, case.case, case.is_right(), case.traffic, taken, floor))
     return rows
 
@@ -102,6 +106,7 @@ def copy_times(tested: Side, data: torch.Tensor, other: torch.Tensor) -> Iterato
         pairs = list(zip(to.tensor_split(boxes), source.tensor_split(boxes), strict=True))
 
         def run() -> None:
+            to.zero_()
             tested.copy(pairs)
 
         def is_right() -> bool:

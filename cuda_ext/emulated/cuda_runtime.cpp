@@ -10,6 +10,7 @@ namespace {
 std::recursive_mutex mutex;
 std::deque<std::function<void()>> queue;
 cudaError_t last_error = cudaSuccess;
+int failing = 0;  // which of the next allocations fails
 
 cudaError_t noted(cudaError_t status) {
   if (status != cudaSuccess) last_error = status;
@@ -17,7 +18,8 @@ cudaError_t noted(cudaError_t status) {
 }
 
 cudaError_t allocate(void** memory, size_t bytes) {
-  *memory = std::malloc(bytes);
+  const std::lock_guard<std::recursive_mutex> lock(mutex);
+  *memory = failing > 0 && --failing == 0 ? nullptr : std::malloc(bytes);
   if (*memory == nullptr) return noted(cudaErrorMemoryAllocation);
   std::memset(*memory, 0xA5, bytes);
   return cudaSuccess;
@@ -92,3 +94,8 @@ cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpy
 }
 
 extern "C" void ckpt_emulated_wait() { wait(); }
+
+extern "C" void ckpt_emulated_fail(int allocation) {
+  const std::lock_guard<std::recursive_mutex> lock(mutex);
+  failing = allocation;
+}

@@ -40,5 +40,6 @@ cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpy
 // Adds work to the queue.
 void emulated_enqueue(cudaStream_t stream, std::function<void()> work);
 
-// Waits for all streams. For callers from outside.
+// For callers from outside: waits for all streams; makes an allocation fail, the next one for 1.
 extern "C" __attribute__((visibility("default"))) void ckpt_emulated_wait();
+extern "C" __attribute__((visibility("default"))) void ckpt_emulated_fail(int allocation);

@@ -51,8 +51,8 @@ float widen(float x) { return x; }
 double widen(double x) { return x; }
 float widen(Bf16 x) { return from_bf16(x.bits); }
 
-// from_fp16 without branches and without fp32 denormals, which are slow: compilers use vector instructions. A denormal
-// of fp16 becomes the fraction of a number whose leading one is then subtracted, exactly.
+// Without branches and without fp32 denormals, which are slow: compilers use vector instructions. A denormal of fp16
+// becomes the fraction of a number whose leading one is then subtracted, exactly.
 float widen(Fp16 x) {
   constexpr uint32_t kBias = uint32_t{127 - 15} << 23, kOne = uint32_t{1} << 23;
   const uint32_t sign = uint32_t{x.bits} >> 15 << 31, exponent = x.bits & 0x7C00u;

@@ -22,6 +22,10 @@ class Emulated(Library):
     def wait(self) -> None:
         self._lib.ckpt_emulated_wait()
 
+    def fail(self, allocation: int) -> None:
+        """Makes an allocation of memory fail: the next one for 1."""
+        self._lib.ckpt_emulated_fail(ctypes.c_int(allocation))
+
     def _call(
         self, name: str, device: torch.device, arguments: list[Any], results: list[Any], threads: int | None = None
     ) -> None:

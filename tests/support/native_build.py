@@ -8,11 +8,11 @@ from pathlib import Path
 SOURCE = Path(__file__).resolve().parents[2] / "cuda_ext"
 
 
-def build(folder: Path, *options: str) -> Path:
-    """Compiles cuda_ext/ in `folder` with these CMake options; the path of the library. Fails with the compiler's
-    words."""
+def build(folder: Path, *options: str, source: Path = SOURCE) -> Path:
+    """Compiles cuda_ext/, or a changed copy of it, in `folder` with these CMake options; the path of the library. Fails
+    with the compiler's words."""
     for command in (
-        ["cmake", "-S", str(SOURCE), "-B", str(folder), *options],
+        ["cmake", "-S", str(source), "-B", str(folder), *options],
         ["cmake", "--build", str(folder), "-j2"],
     ):
         done = subprocess.run(command, capture_output=True, text=True, timeout=280)

@@ -80,8 +80,9 @@ int ckpt_philox_mask(uint8_t* out, int64_t n, uint64_t first, uint64_t stream, u
 /* The instruction set in use: 0 scalar, 1 AVX2, 2 AVX-512 IFMA. A limit of 0 or more allows no higher one from now on. */
 int ckpt_host_level(int limit);
 
-/* The same on a CUDA device: data in device memory, on the stream `on` (a cudaStream_t), one launch a call. Only
-   ckpt_cuda_fingerprint waits for the stream; its `out` is host memory, and its boxes have at least one axis. */
+/* The same on the current CUDA device: data in its memory, on its stream `on` (a cudaStream_t), one launch a call. Only
+   ckpt_cuda_fingerprint waits for the stream; its `out` is host memory. It and ckpt_cuda_box_copy cannot be captured
+   into a graph. Numbers of tree_sum and philox must be aligned to their size (else CKPT_BAD_POINTER). */
 int ckpt_cuda_box_copy(const ckpt_copy* copies, int64_t count, void* on);
 int ckpt_cuda_fingerprint(const ckpt_box* boxes, int64_t count, uint64_t* out, void* on);
 int ckpt_cuda_tree_sum(const void* in, int dtype, int64_t leaves, int64_t n, int64_t leaf_stride, void* out, void* on);

@@ -28,11 +28,4 @@ CKPT_HD uint64_t shifted(uint64_t x, int bits) {
   return bits == 0 ? x : reduce(((x << bits) & kP) | (x >> (61 - bits)));
 }
 
-// Little-endian number of `bytes` bytes.
-CKPT_HD uint32_t load_bytes(const unsigned char* at, int bytes) {
-  uint32_t x = 0;
-  for (int i = 0; i < bytes; ++i) x |= uint32_t{at[i]} << (8 * i);
-  return x;
-}
-
 }  // namespace ckpt

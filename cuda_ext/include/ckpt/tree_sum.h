@@ -1,4 +1,5 @@
-// The fixed binary tree over leaves, one element at a time, for host and device.
+// Arithmetic of the fixed binary tree over leaves, for host and device: the tree itself is in src/tree_sum_host.cpp and
+// in device/tree_sum.h.
 #pragma once
 
 #include <cstring>
@@ -11,7 +12,6 @@
 
 namespace ckpt {
 
-// Bits of an IEEE fp16 or bfloat16 number as the fp32 number of the same value, exactly; denormals included.
 CKPT_HD float bits_to_float(uint32_t bits) {
 #if defined(__CUDA_ARCH__)
   return __uint_as_float(bits);
@@ -23,15 +23,6 @@ CKPT_HD float bits_to_float(uint32_t bits) {
 }
 
 CKPT_HD float from_bf16(uint16_t b) { return bits_to_float(uint32_t{b} << 16); }
-
-CKPT_HD float from_fp16(uint16_t h) {
-  const uint32_t sign = uint32_t{h} >> 15 << 31, exponent = h >> 10 & 31, fraction = h & 1023;
-  if (exponent == 31) return bits_to_float(sign | 0x7F800000u | fraction << 13);
-  if (exponent != 0) return bits_to_float(sign | (exponent + 112) << 23 | fraction << 13);
-  // A denormal is fraction * 2^-24, exact in fp32.
-  const float magnitude = static_cast<float>(fraction) * bits_to_float(0x33800000u);
-  return sign ? -magnitude : magnitude;
-}
 
 CKPT_HD float add_exact(float a, float b) {
 #if defined(__CUDA_ARCH__)
@@ -61,24 +52,6 @@ CKPT_HD double canonical(double x) {
   std::memcpy(&d, &bits, 8);
   return d;
 #endif
-}
-
-constexpr int kTreeDepth = 48;  // up to 2^48 leaves
-
-// Sum over the tree. `leaf(i)` gives leaf i. Finished subtrees of 2^k leaves wait until their right neighbour is as
-// large; at the end the smaller ones on the right are folded into the larger ones on their left.
-template <typename T, typename Leaf>
-CKPT_HD T tree_sum(int64_t leaves, Leaf leaf) {
-  T waiting[kTreeDepth];
-  int held = 0;
-  for (int64_t i = 0; i < leaves; ++i) {
-    T sum = leaf(i);
-    for (int64_t done = i; done & 1; done >>= 1) sum = add_exact(waiting[--held], sum);
-    waiting[held++] = sum;
-  }
-  T sum = waiting[--held];
-  while (held > 0) sum = add_exact(waiting[--held], sum);
-  return canonical(sum);
 }
 
 }  // namespace ckpt

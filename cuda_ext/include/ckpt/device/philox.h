@@ -25,7 +25,6 @@ struct PhiloxKernel {
   uint64_t first, stream, key;
   Make make;
 
-  uint64_t first_block() const { return first / 4; }
   int64_t tasks() const {
     const uint64_t blocks = (first + (n - 1)) / 4 - first / 4 + 1;
     return static_cast<int64_t>((blocks + kThreads - 1) / kThreads);
@@ -35,11 +34,14 @@ struct PhiloxKernel {
     const uint64_t last = (first + (n - 1)) / 4, step = static_cast<uint64_t>(block.count) * kThreads;
     for (uint64_t at = first / 4 + static_cast<uint64_t>(block.index) * kThreads; at <= last; at += step) {
       block.each([&](int t) { shared.made[t].words = philox_block(at + t, stream, key); });
+      // Places of the words in `out`: they wrap around to large numbers for words before the first element.
+      const uint64_t begin = 4 * at - first, count = static_cast<uint64_t>(n);
+      const bool all = begin < count && count - begin >= 4 * kThreads;
       block.each([&](int t) {
-        for (int i = t; i < 4 * kThreads; i += kThreads) {
-          const uint64_t element = 4 * at + i;  // past the last one it may wrap around, and is then below the first
-          if (element >= first && element - first < static_cast<uint64_t>(n))
-            out[element - first] = make(shared.made[i / 4].words.w[i % 4]);
+        CKPT_UNROLL(4)
+        for (int q = 0; q < 4; ++q) {
+          const unsigned i = static_cast<unsigned>(t + q * kThreads);
+          if (all || begin + i < count) out[begin + i] = make(shared.made[i / 4].words.w[i % 4]);
         }
       });
     }

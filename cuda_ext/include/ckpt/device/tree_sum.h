@@ -131,7 +131,7 @@ CKPT_DEVICE Lanes<T> sum_of_groups(Leaf leaf, int64_t leaves) {
 
 template <typename In, int kLevels>
 struct TreeSumKernel {
-  static constexpr int kThreads = 256, kBlocks = 4;
+  static constexpr int kThreads = 256, kBlocks = 3;
   using T = typename Widened<In>::Type;
   static constexpr int kLanes = Lanes<T>::kCount;
 
