@@ -3,7 +3,7 @@
     tools/bench [--gib 2] [--ranks 4] [--repeat 5] [--dir /dev/shm] [--dir DIR ...]
 
 Each measurement alternates ckpt and torch.distributed.checkpoint (DCP) on the same tensors, in the same processes, and
-prints medians and the ratio of medians (above 1: ckpt is faster). Peak memory is the growth of private anonymous memory
+prints medians and the ratio of medians (above 1: ckpt is faster), and where ckpt spends its time. Peak memory is the growth of private anonymous memory
 summed over the ranks above the figure just before the call, sampled every 5 ms.
 """
 
@@ -19,7 +19,7 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -96,10 +96,11 @@ def _anonymous() -> int:
 
 @dataclass
 class Series:
-    """Seconds (the slowest rank) and memory growth (all ranks) of one operation of one library."""
+    """Seconds (the slowest rank), memory growth (all ranks) and ckpt's phases (rank 0) of one operation."""
 
     seconds: list[float] = field(default_factory=list)
     growth: list[int] = field(default_factory=list)
+    phases: list[Mapping[str, float]] = field(default_factory=list)
 
 
 def measure(series: Series, call: Callable[[], Any]) -> None:
@@ -108,7 +109,7 @@ def measure(series: Series, call: Callable[[], Any]) -> None:
     dist.barrier()
     with PeakMemory() as memory:
         begin = time.perf_counter()
-        call()
+        done = call()
         seconds = time.perf_counter() - begin
     slowest = torch.tensor([seconds], dtype=torch.float64)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
@@ -116,6 +117,8 @@ def measure(series: Series, call: Callable[[], Any]) -> None:
     dist.all_reduce(total)
     series.seconds.append(float(slowest))
     series.growth.append(int(total))
+    if isinstance(done, ckpt.Receipt | ckpt.Restored):
+        series.phases.append(done.phases)
 
 
 def compare(rank: int, world: int, folder: str, total: int, repeat: int) -> dict[str, dict[str, Series]]:
@@ -164,6 +167,14 @@ def report(folder: str, found: dict[str, dict[str, Series]], total: int) -> None
             f"{op:14}{ours:9.2f}{theirs:9.2f}{theirs / ours:8.2f}{total / GIB / ours:12.2f}"
             f"{peaks[0]:10.0f}%{peaks[1]:9.0f}%"
         )
+    for op, both in found.items():
+        print(f"{op} of ckpt: {_shares(both['ckpt'].phases)}")
+
+
+def _shares(phases: Sequence[Mapping[str, float]]) -> str:
+    """Median share of each phase in the time of all phases."""
+    shares = [{name: s / sum(one.values()) for name, s in one.items()} for one in phases]
+    return ", ".join(f"{name} {100 * statistics.median(s[name] for s in shares):.0f} %" for name in shares[0])
 
 
 def main() -> None:

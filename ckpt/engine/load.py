@@ -13,11 +13,12 @@ import torch
 
 from ckpt.engine import fill
 from ckpt.engine.fill import Filling
+from ckpt.engine.merge import compare_plans
 from ckpt.engine.mover import Move, Mover, part_of, read_moves
 from ckpt.engine.opened import OLDER, Opened, check_objects
 from ckpt.engine.session import Buffers, Phases, Session
 from ckpt.engine.target import Options
-from ckpt.errors import CorruptCheckpoint, RankFailed, StoreError
+from ckpt.errors import CorruptCheckpoint, StoreError
 from ckpt.geometry import Catalogue, Plan, Unit, read_plan
 from ckpt.native.copies import copy_boxes
 from ckpt.state.captured import Captured
@@ -105,9 +106,7 @@ def _plan(session: Session, opened: Opened, filling: Filling) -> Plan:
     with comm.phase("load: plan"):
         plan = read_plan(opened.manifest.catalogue, filling.wanted, comm.world, session.budget)
         digest = plan.digest()
-    for rank, other in enumerate(comm.all_gather(digest.encode(), "load: compare plans")):
-        if other.decode() != digest:
-            raise RankFailed(f"ranks {comm.rank} and {rank} made different read plans; use one version of ckpt")
+    compare_plans(comm, digest, "load")
     return plan
 
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ckpt.engine.comm import Comm
-from ckpt.errors import StateMismatch
+from ckpt.errors import RankFailed, StateMismatch
 from ckpt.geometry import Box, Catalogue, Holdings, TensorSpec
 from ckpt.geometry.box import Index
 from ckpt.state.captured import Captured
 from ckpt.state.dtypes import STORED
+from ckpt.state.groups import declare, empty_groups
 from ckpt.state.values import Json, canonical_json, encode, parse_json
 
 
@@ -59,16 +60,52 @@ def partial_stacks(declarations: Sequence[bytes]) -> frozenset[str]:
     return frozenset(n for n, gone in missing.items() if held[n] and gone and gone <= none[n.rpartition("/")[0]])
 
 
-def take_apart(
-    comm: Comm, captured: Captured, partial: frozenset[str], declared: list[bytes], what: str
-) -> list[bytes]:
-    """Collective. Takes partial stacks apart into their slices on every rank, so that nothing stands for what is not
-    there. Returns all ranks' declarations after that, given those before."""
-    if not partial:
-        return declared
-    for name in sorted(partial & captured.tensors.keys()):
-        captured.unstack(name)
-    return comm.all_gather(declare_tensors(captured), f"{what}: declare slices")
+@dataclass(frozen=True)
+class Declared:
+    """What all ranks say of their states: `tensors`, by rank; `values`, merged; and this rank's own `per_rank`."""
+
+    tensors: list[bytes]
+    values: dict[str, Json]
+    per_rank: dict[str, Json]
+
+
+def declare_all(
+    comm: Comm,
+    captured: Captured,
+    what: str,
+    step: int | None = None,
+    partial: Callable[[Sequence[bytes]], frozenset[str]] = partial_stacks,
+) -> Declared:
+    """Collective. Exchanges declarations and merges the values. Takes partial stacks apart into their slices on every
+    rank, so that nothing stands for what is not there. step: must be the same on every rank.
+
+    Raises StateMismatch naming entry and ranks where they disagree, Unsupported for a value that cannot be kept."""
+    with comm.phase(f"{what}: capture"):
+        mine = declare_tensors(captured)
+        shared, per_rank = encode_values(captured)
+        told = canonical_json([step, shared, declare(captured.groups)])
+    tensors = comm.all_gather(mine, f"{what}: declare tensors")
+    everybody = comm.all_gather(told, f"{what}: declare values")
+    with comm.phase(f"{what}: merge"):
+        parsed = [parse_json(v, f"values of rank {r}") for r, v in enumerate(everybody)]
+        for rank, (other, _, _) in enumerate(parsed):
+            if other != step:
+                raise StateMismatch(f"rank {comm.rank} saves step {step}, but rank {rank} saves step {other}")
+        values = union_of_values([canonical_json(v) for _, v, _ in parsed])
+        values |= empty_groups([groups for _, _, groups in parsed], values)
+        apart = partial(tensors)
+        for name in sorted(apart & captured.tensors.keys()):
+            captured.unstack(name)
+    if apart:
+        tensors = comm.all_gather(declare_tensors(captured), f"{what}: declare slices")
+    return Declared(tensors, values, per_rank)
+
+
+def compare_plans(comm: Comm, digest: str, what: str) -> None:
+    """Collective. Raises RankFailed where two ranks have made different plans."""
+    for rank, other in enumerate(comm.all_gather(digest.encode(), f"{what}: compare plans")):
+        if other.decode() != digest:
+            raise RankFailed(f"ranks {comm.rank} and {rank} made different plans; use one version of ckpt")
 
 
 def union_of(declarations: Sequence[bytes]) -> Union:

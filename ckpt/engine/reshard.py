@@ -12,27 +12,17 @@ from ckpt.engine import fill
 from ckpt.engine.comm import Comm
 from ckpt.engine.digests import digests_of, held_document, parse_held
 from ckpt.engine.fill import Filling
-from ckpt.engine.merge import (
-    Union,
-    check_cover,
-    declare_tensors,
-    encode_values,
-    partial_stacks,
-    take_apart,
-    union_of,
-    union_of_values,
-)
+from ckpt.engine.merge import Union, check_cover, compare_plans, declare_all, union_of
 from ckpt.engine.mover import Mover, gather_box
 from ckpt.engine.opened import Opened
 from ckpt.engine.session import Phases
 from ckpt.engine.target import Options
-from ckpt.errors import RankFailed, Unsupported
+from ckpt.errors import Unsupported
 from ckpt.geometry import ExchangePlan, Transfer, exchange_plan
 from ckpt.native.copies import copy_boxes
 from ckpt.state.captured import Captured
-from ckpt.state.groups import declare, empty_groups
 from ckpt.state.memory import check_disjoint
-from ckpt.state.values import Json, canonical_json, parse_json
+from ckpt.state.values import Json
 from ckpt.store.commit import held_digests
 from ckpt.store.log import Record
 from ckpt.store.records import Manifest
@@ -100,20 +90,11 @@ def _declare(comm: Comm, source: Captured) -> tuple[Union, dict[str, Json]]:
                 f"{min(source.per_rank)}: kept per rank, which has no meaning on another layout; leave it out of both "
                 "states"
             )
-        tensors = declare_tensors(source)
-        mine = canonical_json([encode_values(source)[0], declare(source.groups)])
-    declared = comm.all_gather(tensors, "reshard: declare tensors")
-    valued = comm.all_gather(mine, "reshard: declare values")
-    with comm.phase("reshard: stacks"):
-        partial = partial_stacks(declared)
-    declared = take_apart(comm, source, partial, declared, "reshard")
-    with comm.phase("reshard: merge"):
-        union = union_of(declared)
+    declared = declare_all(comm, source, "reshard")
+    with comm.phase("reshard: unite"):
+        union = union_of(declared.tensors)
         check_cover(union)
-        told = [parse_json(v, f"values of rank {r}") for r, v in enumerate(valued)]
-        values = union_of_values([canonical_json(v) for v, _ in told])
-        values |= empty_groups([groups for _, groups in told], values)
-    return union, values
+    return union, declared.values
 
 
 def _open(comm: Comm, source: Captured, union: Union, values: dict[str, Json]) -> Opened:
@@ -134,9 +115,7 @@ def _plan(comm: Comm, source: Captured, union: Union, filling: Filling, budget: 
         check_disjoint([(f"source {name}", view) for name, view in views] + _target_views(filling))
         plan = exchange_plan(union.catalogue, union.holdings, filling.wanted, comm.world, budget)
         digest = plan.digest()
-    for rank, other in enumerate(comm.all_gather(digest.encode(), "reshard: compare plans")):
-        if other.decode() != digest:
-            raise RankFailed(f"ranks {comm.rank} and {rank} made different plans; use one version of ckpt")
+    compare_plans(comm, digest, "reshard")
     return plan
 
 

@@ -22,16 +22,7 @@ import tensorstore as ts
 import torch
 
 from ckpt.engine.digests import Held, digests_of, held_document, parse_held
-from ckpt.engine.merge import (
-    Union,
-    check_cover,
-    declare_tensors,
-    encode_values,
-    partial_stacks,
-    take_apart,
-    union_of,
-    union_of_values,
-)
+from ckpt.engine.merge import Union, check_cover, declare_all, partial_stacks, union_of
 from ckpt.engine.mover import Move, Mover, by_unit, gather_box, held_parts, part_of, write_moves
 from ckpt.engine.session import Buffers, InFlight, Phases, Session
 from ckpt.errors import CkptError, RankFailed, StateMismatch, StoreError
@@ -40,7 +31,6 @@ from ckpt.geometry import Box, Layout, Plan, Unit, write_plan
 from ckpt.native.copies import copy_boxes
 from ckpt.state.captured import Captured
 from ckpt.state.dtypes import STORED, opaque
-from ckpt.state.groups import declare, empty_groups
 from ckpt.state.values import Json, canonical_json, parse_json
 from ckpt.store.arrays import Arrays, metadata_objects
 from ckpt.store.commit import Sealed, assemble, held_digests, publish, void
@@ -68,8 +58,15 @@ class PlanCache:
     union: Union | None = None
     plan: Plan | None = None
     digest: str = ""
-    partial: frozenset[str] = frozenset()
     hits: int = field(default=0)
+    _stacks: tuple[str, frozenset[str]] = ("", frozenset())
+
+    def partial_stacks(self, declared: Sequence[bytes]) -> frozenset[str]:
+        """As `merge.partial_stacks`, which parses what all ranks say."""
+        key = _key(declared)
+        if self._stacks[0] != key:
+            self._stacks = (key, partial_stacks(declared))
+        return self._stacks[1]
 
 
 @dataclass
@@ -142,35 +139,24 @@ def _plan(
     session: Session, cache: PlanCache, captured: Captured, step: int
 ) -> tuple[Union, Plan, str, dict[str, Json], dict[str, Json]]:
     comm = session.comm
-    with comm.phase("save: capture"):
-        tensors = declare_tensors(captured)
-        shared, per_rank = encode_values(captured)
-        mine = canonical_json([step, shared, declare(captured.groups)])
-    declared = comm.all_gather(tensors, "save: declare tensors")
-    valued = comm.all_gather(mine, "save: declare values")
-    with comm.phase("save: stacks"):
-        key = sha256(b"".join(sha256(d).encode() for d in declared))
-        partial = cache.partial if cache.key == key else partial_stacks(declared)
-    declared = take_apart(comm, captured, partial, declared, "save")
+    declared = declare_all(comm, captured, "save", step, cache.partial_stacks)
     with comm.phase("save: plan"):
-        told = [parse_json(v, f"values of rank {r}") for r, v in enumerate(valued)]
-        for rank, (other, _, _) in enumerate(told):
-            if other != step:
-                raise StateMismatch(f"rank {comm.rank} saves step {step}, but rank {rank} saves step {other}")
-        values = union_of_values([canonical_json(v) for _, v, _ in told])
-        values |= empty_groups([groups for _, _, groups in told], values)
+        key = _key(declared.tensors)
         if cache.key != key or cache.union is None or cache.plan is None:
-            union = union_of(declared)
+            union = union_of(declared.tensors)
             check_cover(union)
             plan = write_plan(union.catalogue, union.holdings, comm.world, session.budget)
             cache.key, cache.union, cache.plan, cache.digest = key, union, plan, plan.digest()
-            cache.partial = partial
         else:
             cache.hits += 1
-        clash = values.keys() & {t.name for t in cache.union.catalogue.tensors}
+        clash = declared.values.keys() & {t.name for t in cache.union.catalogue.tensors}
         if clash:
             raise StateMismatch(f"{min(clash)}: a tensor on one rank and a plain value on another")
-    return cache.union, cache.plan, cache.digest, values, per_rank
+    return cache.union, cache.plan, cache.digest, declared.values, declared.per_rank
+
+
+def _key(declared: Sequence[bytes]) -> str:
+    return sha256(b"".join(sha256(d).encode() for d in declared))
 
 
 def _digest(session: Session, captured: Captured, union: Union) -> Held:

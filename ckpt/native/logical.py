@@ -16,12 +16,11 @@ import numpy.typing as npt
 import torch
 
 from ckpt.native.library import Library, find
+from ckpt.native.philox import rounds
 
 I64 = npt.NDArray[np.int64]
 
 _LOW = 0xFFFFFFFF
-_MUL = (0xD2511F53, 0xCD9E8D57)
-_WEYL = (0x9E3779B9, 0xBB67AE85)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,17 +131,7 @@ def _words(key: int, number: int, runs: Runs, device: torch.device) -> torch.Ten
 
 
 def _philox(blocks: torch.Tensor, number: int, key: int) -> torch.Tensor:
-    """int64 [..., 4]: the four words of each block (int64, below 2^61).
-
-    A product of two words does not fit int64, but wraps to the right 64 bits, and a mask undoes the sign's extension.
-    """
-    x0, x1 = blocks & _LOW, blocks >> 32
-    x2, x3 = torch.full_like(x0, number & _LOW), torch.full_like(x0, number >> 32)
-    k0, k1 = key & _LOW, key >> 32
-    for _ in range(10):
-        a, b = x0 * _MUL[0], x2 * _MUL[1]
-        x0 = (b >> 32).bitwise_and_(_LOW).bitwise_xor_(x1).bitwise_xor_(k0)
-        x2 = (a >> 32).bitwise_and_(_LOW).bitwise_xor_(x3).bitwise_xor_(k1)
-        x1, x3 = b.bitwise_and_(_LOW), a.bitwise_and_(_LOW)
-        k0, k1 = (k0 + _WEYL[0]) & _LOW, (k1 + _WEYL[1]) & _LOW
-    return torch.stack([x0, x1, x2, x3], dim=-1)
+    """int64 [..., 4]: the four words of each block (int64, below 2^61)."""
+    low, high = blocks & _LOW, blocks >> 32
+    stream = (torch.full_like(low, number & _LOW), torch.full_like(low, number >> 32))
+    return torch.stack(rounds(low, high, *stream, (key & _LOW, key >> 32)), dim=-1)

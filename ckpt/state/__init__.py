@@ -5,7 +5,7 @@ one form in which every adapter hands a state to the engine.
 """
 
 from ckpt.state.captured import Captured, LocalTensor, Shard
-from ckpt.state.kinds import PerRank, Replicated, RngState, ShardedTensor, TrainState, per_rank, replicated
+from ckpt.state.kinds import PerRank, Replicated, RngState, ShardedTensor, State, TrainState, per_rank, replicated
 
 __all__ = [
     "Captured",
@@ -15,6 +15,7 @@ __all__ = [
     "RngState",
     "Shard",
     "ShardedTensor",
+    "State",
     "TrainState",
     "per_rank",
     "replicated",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -57,7 +57,8 @@ class RngState:
 
     generators: generators of your own, by name; they must have the same names when the state is loaded. A load puts
     the streams back last. On another layout it is refused, since a stream of one rank has no meaning on another:
-    leave the entry out and give `allow_extra`, or use `ckpt.random`, whose streams no layout enters.
+    leave the entry out and give `allow_extra`, or use `ckpt.random`, whose streams no layout enters. Give each
+    Checkpointer its layout: without one, only another number of ranks is seen to be another layout.
     """
 
     generators: Mapping[str, torch.Generator | np.random.Generator] = field(default_factory=dict)
@@ -82,3 +83,7 @@ class TrainState:
         """The state as the dict that save and load work on; plain values live in `extra`."""
         named = {k: getattr(self, k) for k in ("model", "optimizer", "scheduler", "rng", "data")}
         return {k: v for k, v in named.items() if v is not None}
+
+
+State: TypeAlias = Mapping[str, Any] | TrainState
+"""What save, load and live resharding take."""

@@ -25,14 +25,12 @@ from ckpt.engine.session import Session
 from ckpt.engine.target import Options
 from ckpt.errors import CkptError, Fenced, StateInvalid, StateMismatch
 from ckpt.geometry import Layout
-from ckpt.state import TrainState
+from ckpt.state import State
 from ckpt.state.values import canonical_json, parse_json
 from ckpt.store import arrays
 from ckpt.store.commit import complete_last
 from ckpt.store.log import Log, Record, check_fence
 from ckpt.store.objects import kvstore_spec, open_store, probe
-
-State = Mapping[str, Any] | TrainState
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
 
 import torch.distributed as dist
 
@@ -12,9 +11,7 @@ from ckpt.engine.comm import Comm
 from ckpt.engine.reshard import Resharded, reshard
 from ckpt.engine.session import MIB
 from ckpt.engine.target import Options
-from ckpt.state import TrainState
-
-State = Mapping[str, Any] | TrainState
+from ckpt.state import State
 
 
 def reshard_(

@@ -114,7 +114,7 @@ extern "C" int ckpt_cuda_fingerprint(const ckpt_box* boxes, int64_t count, uint6
     if (is_empty(boxes[i])) continue;
     total[i] = ones_of_box(boxes[i]);
     for (const WordBox& words : words_of(boxes[i]))
-      for (const FpPart& part : parts_of(words)) {
+      for (const Product<FpRun>& part : parts_of(words)) {
         all.add(make_fp_job(part, words.units, runs));
         shares.push_back({i, part.factor});
       }

@@ -40,27 +40,6 @@ struct Run {
   Pair at(int64_t i) const { return {{c[0][i], c[1][i]}}; }
 };
 
-// Words at all combinations of the runs' indices, times `factor`.
-struct Product {
-  const unsigned char* data;
-  Pair factor;
-  std::vector<Run> runs;
-
-  void add(const Run& run) {
-    if (run.extent == 1) {
-      factor = factor * run.at(0);
-    } else {
-      runs.push_back(run);
-    }
-  }
-
-  int64_t words(size_t first, size_t last) const {
-    int64_t n = 1;
-    for (size_t i = first; i < last; ++i) n *= runs[i].extent;
-    return n;
-  }
-};
-
 // Goes through the indices of some runs in order, the last one fastest: their weight, and their offset in bytes.
 class Walk {
  public:
@@ -115,12 +94,12 @@ class Summer {
 
   // Axes of two digits fall into parts in which each digit has a run of its own: what comes before the first multiple
   // of 2^16, the whole multiples, the rest.
-  Pair over_digits(const WordBox& box, size_t number, const Product& before, std::vector<HighDigits>& high) {
+  Pair over_digits(const WordBox& box, size_t number, const Product<Run>& before, std::vector<HighDigits>& high) {
     if (number == box.axes.size()) return over_words(before, box.units);
     const WordAxis& axis = box.axes[number];
     Pair total{{0, 0}};
     for (int64_t at = axis.first, stop = at + axis.extent; at < stop;) {
-      Product part = before;
+      Product<Run> part = before;
       part.data += (at - axis.first) * axis.stride;
       if (axis.count <= kDigit) {
         part.add({{axis.c[0] + at, axis.c[1] + at}, axis.extent, axis.stride});
@@ -145,7 +124,7 @@ class Summer {
   }
 
   // The words in place where they lie well enough, or else a copy of them, whichever is cheaper.
-  Pair over_words(Product part, const Units& units) {
+  Pair over_words(Product<Run> part, const Units& units) {
     auto& runs = part.runs;
     std::stable_sort(runs.begin(), runs.end(),
                      [](const Run& a, const Run& b) { return std::abs(a.stride) > std::abs(b.stride); });
@@ -169,7 +148,7 @@ class Summer {
   };
 
   // How many of the innermost runs, which lie without gaps, to take as columns.
-  static Columns cheapest_columns(const Product& part) {
+  static Columns cheapest_columns(const Product<Run>& part) {
     const auto& runs = part.runs;
     const auto all = static_cast<double>(part.words(0, runs.size()));
     Columns best{runs.size() - 1, all / static_cast<double>(runs.back().extent) * kRowCost};
@@ -193,7 +172,7 @@ class Summer {
   }
 
   // The runs from `first` on are the columns, which lie without gaps; those before it are the rows.
-  Pair over_rows(const Product& part, size_t first) {
+  Pair over_rows(const Product<Run>& part, size_t first) {
     const int64_t columns = part.words(first, part.runs.size()), rows = part.words(0, first);
     Pair total{{0, 0}};
     for (int64_t at = 0; at < columns; at += kColumns) {
@@ -228,7 +207,7 @@ class Summer {
   }
 
   // Coefficients at..at + n of columns made of several runs: products of one coefficient of each.
-  void multiply_columns(const Product& part, size_t first, int64_t at, int64_t n, const uint64_t** c) {
+  void multiply_columns(const Product<Run>& part, size_t first, int64_t at, int64_t n, const uint64_t** c) {
     const Run& inner = part.runs.back();
     Walk walk(&part.runs[first], part.runs.size() - 1 - first, at / inner.extent);
     for (auto& half : columns_) half.resize(kColumns);
@@ -242,7 +221,7 @@ class Summer {
   }
 
   // Tile by tile a copy of the words, in which run `longest` is the innermost.
-  Pair over_tiles(const Product& part, const Units& units, size_t longest) {
+  Pair over_tiles(const Product<Run>& part, const Units& units, size_t longest) {
     std::vector<Run> order(part.runs);  // outermost first
     std::rotate(order.begin() + longest, order.begin() + longest + 1, order.end());
     const size_t count = order.size();
@@ -268,8 +247,8 @@ class Summer {
     return total * part.factor;
   }
 
-  Pair over_tile(const Product& part, const Units& units, const std::vector<Run>& order, const std::vector<int64_t>& at,
-                 const std::vector<int64_t>& size) {
+  Pair over_tile(const Product<Run>& part, const Units& units, const std::vector<Run>& order,
+                 const std::vector<int64_t>& at, const std::vector<int64_t>& size) {
     std::vector<Run> here(order);
     const unsigned char* data = part.data;
     for (size_t i = 0; i < here.size(); ++i) {
@@ -286,7 +265,7 @@ class Summer {
       gather_words(tile_.data() + line * columns.extent, columns.extent, data + walk.offset(), columns.stride, units);
 
     here.push_back(columns);
-    Product copy{reinterpret_cast<const unsigned char*>(tile_.data()), {{1, 1}}, {}};
+    Product<Run> copy{reinterpret_cast<const unsigned char*>(tile_.data()), {{1, 1}}, {}};
     int64_t stride = 4;
     for (size_t i = here.size(); i-- > 0;) {
       here[i].stride = stride;

@@ -125,4 +125,26 @@ inline void gather_words(uint32_t* to, int64_t n, const unsigned char* from, int
   }
 }
 
+// Words at all combinations of some runs' indices, times `factor`. A run has an `extent`, and coefficients `at` indices.
+template <typename Run>
+struct Product {
+  const unsigned char* data;
+  Pair factor;
+  std::vector<Run> runs;
+
+  void add(const Run& run) {
+    if (run.extent == 1) {
+      factor = factor * run.at(0);
+    } else {
+      runs.push_back(run);
+    }
+  }
+
+  int64_t words(size_t first, size_t last) const {
+    int64_t n = 1;
+    for (size_t i = first; i < last; ++i) n *= runs[i].extent;
+    return n;
+  }
+};
+
 }  // namespace ckpt

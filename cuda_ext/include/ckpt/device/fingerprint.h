@@ -38,6 +38,8 @@ enum WordForm : int32_t {
 struct FpRun {
   int32_t axis, digit;
   int64_t start, extent, stride;
+
+  CKPT_HD Pair at(int64_t i) const { return coefficient(axis, digit, start + i); }
 };
 
 // Words at all combinations of the runs' indices. Rows and columns are counted in the order of their runs, the last
@@ -59,39 +61,18 @@ struct FpJob {
 
 // ---- what to do, on the host ----
 
-// Words at all combinations of some runs, times `factor`.
-struct FpPart {
-  const unsigned char* data;
-  Pair factor;
-  std::vector<FpRun> runs;
-
-  void add(const FpRun& run) {
-    if (run.extent == 1) {
-      factor = factor * coefficient(run.axis, run.digit, run.start);
-    } else {
-      runs.push_back(run);
-    }
-  }
-
-  int64_t words(size_t first, size_t last) const {
-    int64_t n = 1;
-    for (size_t i = first; i < last; ++i) n *= runs[i].extent;
-    return n;
-  }
-};
-
 // Axes of two digits fall into parts in which each digit has a run of its own: what comes before the first multiple of
 // 2^16, the whole multiples, the rest.
-inline std::vector<FpPart> parts_of(const WordBox& box) {
-  std::vector<FpPart> parts{{box.data, {{1, 1}}, {}}};
+inline std::vector<Product<FpRun>> parts_of(const WordBox& box) {
+  std::vector<Product<FpRun>> parts{{box.data, {{1, 1}}, {}}};
   for (const WordAxis& axis : box.axes) {
-    std::vector<FpPart> longer;
+    std::vector<Product<FpRun>> longer;
     for (int64_t at = axis.first, stop = at + axis.extent; at < stop;) {
       const bool two_digits = axis.count > kDigit;
       const int64_t low = two_digits ? at % kDigit : at, digit = at / kDigit;
       const int64_t digits = two_digits && low == 0 ? std::max<int64_t>((stop - at) / kDigit, 1) : 1;
       const int64_t extent = !two_digits ? stop - at : digits > 1 ? kDigit : std::min(kDigit - low, stop - at);
-      for (FpPart part : parts) {
+      for (Product<FpRun> part : parts) {
         part.data += (at - axis.first) * axis.stride;
         if (two_digits) part.add({axis.number, 1, digit, digits, kDigit * axis.stride});
         part.add({axis.number, 0, low, extent, axis.stride});
@@ -101,7 +82,7 @@ inline std::vector<FpPart> parts_of(const WordBox& box) {
     }
     parts = std::move(longer);
   }
-  for (FpPart& part : parts)
+  for (Product<FpRun>& part : parts)
     std::stable_sort(part.runs.begin(), part.runs.end(),
                      [](const FpRun& a, const FpRun& b) { return std::abs(a.stride) > std::abs(b.stride); });
   return parts;
@@ -109,7 +90,7 @@ inline std::vector<FpPart> parts_of(const WordBox& box) {
 
 // The first run of the columns. Each coefficient costs about as much as ten words: those of a row are made once for
 // its words in a tile, those of a column once for its rows.
-inline size_t first_column_run(const FpPart& part) {
+inline size_t first_column_run(const Product<FpRun>& part) {
   const size_t count = part.runs.size();
   size_t best = count;
   double least_cost = 0;
@@ -122,7 +103,7 @@ inline size_t first_column_run(const FpPart& part) {
   return best;
 }
 
-inline WordForm form_of(const FpPart& part, const Units& units) {
+inline WordForm form_of(const Product<FpRun>& part, const Units& units) {
   auto bits = reinterpret_cast<uint64_t>(part.data);
   for (const FpRun& run : part.runs) bits |= static_cast<uint64_t>(run.stride);
   if (units.is_plain() && bits % 4 == 0) {
@@ -135,7 +116,7 @@ inline WordForm form_of(const FpPart& part, const Units& units) {
 }
 
 // Describes a part; its runs are appended to those of all jobs.
-inline FpJob make_fp_job(const FpPart& part, Units units, std::vector<FpRun>& runs) {
+inline FpJob make_fp_job(const Product<FpRun>& part, Units units, std::vector<FpRun>& runs) {
   const size_t count = part.runs.size(), first = first_column_run(part);
   FpJob job{};
   job.data = part.data;
@@ -200,7 +181,7 @@ CKPT_DEVICE Pair weight_of(const FpRun* runs, int count, int64_t index) {
   Pair weight{{1, 1}};
   CKPT_UNROLL(1)
   for (int i = count - 1; i >= 0; --i) {
-    weight = weight * coefficient(runs[i].axis, runs[i].digit, runs[i].start + index % runs[i].extent);
+    weight = weight * runs[i].at(index % runs[i].extent);
     index /= runs[i].extent;
   }
   return weight;
@@ -280,27 +261,11 @@ struct LoadWords {
   }
 };
 
-struct LoadHalves {
+// Words that are made of units, by loads of the type `Part`: whole units, or their bytes where they are not aligned.
+template <typename Part>
+struct LoadParts {
   static constexpr int kRowsAhead = 2;
-  Units units;
-
-  CKPT_DEVICE ColumnWords operator()(const unsigned char* row, const int64_t* offset) const {
-    ColumnWords words;
-    CKPT_UNROLL(2)
-    for (int q = 0; q < kThreadColumns; ++q) {
-      words.w[q] = 0;
-      CKPT_UNROLL(2)
-      for (int u = 0; u < 2; ++u) {
-        const unsigned char* at = row + offset[q] + (u - units.first) * units.step;
-        if (u >= units.first && u < units.last) words.w[q] |= uint32_t{load<uint16_t>(at)} << 16 * u;
-      }
-    }
-    return words;
-  }
-};
-
-struct LoadBytes {
-  static constexpr int kRowsAhead = 2;
+  static constexpr int kParts = 4 / sizeof(Part);
   Units units;
 
   CKPT_DEVICE ColumnWords operator()(const unsigned char* row, const int64_t* offset) const {
@@ -309,10 +274,11 @@ struct LoadBytes {
     for (int q = 0; q < kThreadColumns; ++q) {
       words.w[q] = 0;
       CKPT_UNROLL(4)
-      for (int byte = 0; byte < 4; ++byte) {
-        const int u = byte / units.size;
-        const unsigned char* at = row + offset[q] + (u - units.first) * units.step + byte % units.size;
-        if (u >= units.first && u < units.last) words.w[q] |= uint32_t{load<uint8_t>(at)} << 8 * byte;
+      for (int i = 0; i < kParts; ++i) {
+        const int byte = i * static_cast<int>(sizeof(Part));
+        const int size = sizeof(Part) == 1 ? units.size : static_cast<int>(sizeof(Part)), u = byte / size;
+        const unsigned char* at = row + offset[q] + (u - units.first) * units.step + byte % size;
+        if (u >= units.first && u < units.last) words.w[q] |= uint32_t{load<Part>(at)} << 8 * byte;
       }
     }
     return words;
@@ -363,8 +329,8 @@ struct FingerprintKernel {
         switch (job.form) {
           case kPairs: return mine.add_rows(shared.rows, n, first, step, LoadPairs{});
           case kWords: return mine.add_rows(shared.rows, n, first, step, LoadWords{});
-          case kHalves: return mine.add_rows(shared.rows, n, first, step, LoadHalves{job.units});
-          default: return mine.add_rows(shared.rows, n, first, step, LoadBytes{job.units});
+          case kHalves: return mine.add_rows(shared.rows, n, first, step, LoadParts<uint16_t>{job.units});
+          default: return mine.add_rows(shared.rows, n, first, step, LoadParts<uint8_t>{job.units});
         }
       });
     }
