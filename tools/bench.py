@@ -3,8 +3,8 @@
     tools/bench [--gib 2] [--ranks 4] [--repeat 5] [--dir /dev/shm] [--dir DIR ...]
 
 Each measurement alternates ckpt and torch.distributed.checkpoint (DCP) on the same tensors, in the same processes, and
-prints medians and the ratio of medians (above 1: ckpt is faster), and where ckpt spends its time. Peak memory is the growth of private anonymous memory
-summed over the ranks above the figure just before the call, sampled every 5 ms.
+prints medians and the ratio of medians (above 1: ckpt is faster), and where ckpt spends its time. Peak memory is the
+growth of private anonymous memory summed over the ranks above the figure just before the call, sampled every 5 ms.
 """
 
 from __future__ import annotations
