@@ -9,6 +9,10 @@ class CkptError(Exception):
     """Base of all errors raised by ckpt."""
 
 
+class NothingCommitted(CkptError):
+    """There is no committed checkpoint of that step, number or state at that root."""
+
+
 class StateMismatch(CkptError):
     """What the caller holds and what a plan or checkpoint says do not fit; nothing has been changed."""
 

@@ -2,5 +2,5 @@
 
 May import geometry, fingerprint and state. Start reading at `log` (what is true), then `records` (the
 documents of an attempt), `commit` (how an attempt becomes a checkpoint), `arrays` (where tensors lie) and `objects`
-(the store's verbs).
+(the store's verbs). `retention` says what to keep, `collect` deletes the rest, `leases` hold on to what is in use.
 """

@@ -6,6 +6,7 @@ describes, and a reader can check what it finds.
 
 from __future__ import annotations
 
+import os
 import posixpath
 from collections.abc import Mapping
 from functools import cached_property
@@ -18,9 +19,11 @@ from ckpt.geometry import Catalogue, StoredArray
 from ckpt.state.dtypes import STORED
 from ckpt.state.names import folder
 from ckpt.state.values import Json, canonical_json
+from ckpt.store.remedies import OLDER, explained, is_refusal, said
 from ckpt.store.shards import FileRead, RemoteRead, StartedRead
 
 GROUP: Json = {"zarr_format": 3, "node_type": "group", "attributes": {}}
+_DAMAGE = ("NOT_FOUND", "DATA_LOSS", "OUT_OF_RANGE", "FAILED_PRECONDITION", "INVALID_ARGUMENT")
 _LITTLE: list[Json] = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
 
 
@@ -91,9 +94,23 @@ def expected_objects(catalogue: Catalogue) -> dict[str, int]:
     }
 
 
+# The driver drops a silent connection after a minute by itself, and with its retries that is longer than other ranks
+# wait.
+_STALLED = {
+    "TENSORSTORE_CURL_CONNECT_TIMEOUT_SECONDS": "5",
+    "TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS": "30",
+    "TENSORSTORE_CURL_LOW_SPEED_LIMIT_BYTES": "1",
+}
+
+
 def context(threads: int, *, sync: bool = True) -> ts.Context:
     """One TensorStore context per process: `threads` bounds copies and file operations at a time; files are
-    flushed to the device before a write counts as done when `sync` is true."""
+    flushed to the device before a write counts as done when `sync` is true.
+
+    Sets how long TensorStore waits for a silent server, where the environment does not: it reads that once, at its
+    first request."""
+    for name, value in _STALLED.items():
+        os.environ.setdefault(name, value)
     return ts.Context(
         {
             "data_copy_concurrency": {"limit": threads},
@@ -136,7 +153,10 @@ class Arrays:
             "recheck_cached_metadata": False,
             "recheck_cached_data": False,
         }
-        return ts.open(spec, open=True, assume_metadata=True, context=self._context).result()
+        try:
+            return ts.open(spec, open=True, assume_metadata=True, context=self._context).result()
+        except Exception as error:
+            raise StoreError(f"{where}: cannot open: {explained(error, self._kvstore)}") from error
 
     def put(self, key: str, data: bytes) -> ts.Future[Any]:
         """Starts to write a small object of the state tree, a `zarr.json`. The future must be kept until it is done."""
@@ -147,23 +167,27 @@ class Arrays:
         key = object_key(self._catalogue, self._catalogue.arrays[number], index)
         if self._kvstore["driver"] == "file":
             return FileRead(self._kvstore["path"] + self._prefix + key)
-        return RemoteRead(self._objects, key)
+        return RemoteRead(self._objects, key, lambda error: explained(error, self._kvstore))
 
     @cached_property
     def _objects(self) -> ts.KvStore:
         path = self._kvstore.get("path", "") + self._prefix
         return ts.KvStore.open(self._kvstore | {"path": path}, context=self._context).result()
 
+    def finish_write(self, commit: ts.Future[Any], where: str) -> None:
+        """Waits for a write. Raises StoreError with what was written, `where`, the cause and the remedy."""
+        try:
+            commit.result()
+        except Exception as error:
+            raise StoreError(f"{where}: writing failed: {explained(error, self._kvstore)}") from error
+
     def describe(self, number: int) -> str:
         """Folder of an array, for messages."""
         return self._prefix + array_folder(self._catalogue, self._catalogue.arrays[number])
 
-
-def read_error(error: Exception, where: str) -> CorruptCheckpoint | StoreError:
-    """What a failed TensorStore read means: missing or damaged bytes, or a store that cannot be reached."""
-    text = str(error).split(" [source locations")[0]
-    if any(
-        word in text for word in ("NOT_FOUND", "DATA_LOSS", "OUT_OF_RANGE", "FAILED_PRECONDITION", "INVALID_ARGUMENT")
-    ):
-        return CorruptCheckpoint(f"{where}: a stored chunk is missing or damaged: {text}; load an older step")
-    return StoreError(f"{where}: reading failed: {text}")
+    def read_error(self, error: Exception, where: str) -> CorruptCheckpoint | StoreError:
+        """What a failed read of `where` through a handle means: missing or damaged bytes, or a store that refuses or
+        cannot be reached; with the remedy."""
+        if is_refusal(error) or not any(word in str(error) for word in _DAMAGE):
+            return StoreError(f"{where}: reading failed: {explained(error, self._kvstore)}")
+        return CorruptCheckpoint(f"{where}: a stored chunk is missing or damaged: {said(error)}; {OLDER}")

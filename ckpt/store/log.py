@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from ckpt.errors import CkptError, CorruptCheckpoint, Fenced, StoreError
 from ckpt.state.values import Json, canonical_json, parse_json
@@ -37,7 +37,10 @@ _FIELDS: dict[str, dict[str, type]] = {
     "retire": {"claim": str, "commit": int},
 }
 
+Origin: TypeAlias = tuple[str, str]
+
 _TRIES = 8  # of an append whose outcome is unknown, over about ten seconds
+_PATIENCE = 60.0  # seconds after which it is not tried again: a store may sit out faults itself
 _READERS = 16  # records of a long log are read by so many threads
 
 
@@ -69,6 +72,12 @@ class Record:
         found = self.document.get("parent")
         return None if found is None else int(found)
 
+    @property
+    def origin(self) -> Origin:
+        """Claim and attempt of the save that a commit stands for, the same in every root that it was copied to."""
+        found = self.document.get("origin") or self.document
+        return str(found["claim"]), str(found["attempt"])
+
 
 @dataclass(frozen=True)
 class History:
@@ -85,13 +94,20 @@ class History:
     def last_claim(self) -> Record | None:
         return next((r for r in reversed(self.records) if r.kind == "claim"), None)
 
+    @property
+    def retired(self) -> dict[int, Record]:
+        """The last retire of each commit that has one, by the commit's number; and each commit whose data was never
+        here, which is only there to be the parent of others."""
+        absent = {r.number: r for r in self.records if r.kind == "commit" and r.document.get("absent") is True}
+        return absent | {int(r.document["commit"]): r for r in self.records if r.kind == "retire"}
+
     def outcome(self, attempt: str) -> Record | None:
         """The commit or void of an attempt, if there is one."""
         return next((r for r in self.records if r.kind in ("commit", "void") and r.attempt == attempt), None)
 
     def lineage(self) -> list[Record]:
         """The newest commit that is not retired, then its ancestors that are not retired, newest first."""
-        retired = {int(r.document["commit"]) for r in self.records if r.kind == "retire"}
+        retired = self.retired
         found: list[Record] = []
         at = next((r for r in reversed(self.records) if r.kind == "commit" and r.number not in retired), None)
         while at is not None:
@@ -158,11 +174,13 @@ class Log:
         """Tries to create the next record after what was last read. True: it is there, put by this call, or by an
         earlier one of the same document whose answer was lost. False: another record took the number; read again.
         StoreError: not known, though tried and read back for a while."""
-        number = len(self._records) + 1
+        number, began = len(self._records) + 1, time.monotonic()
         data = canonical_json({"format": FORMAT, **document})
         failure = StoreError(f"{self._store.url}/{_key(number)}: the store says that it exists, but cannot read it")
         for attempt in range(_TRIES):
             if attempt:
+                if time.monotonic() - began > _PATIENCE:
+                    break
                 time.sleep(min(4.0, 0.05 * 2**attempt))
             try:
                 created = self._store.create(_key(number), data)
@@ -222,6 +240,11 @@ class Log:
         for name, wanted in _FIELDS[kind].items():
             if type(document.get(name)) is not wanted:
                 return f"{name} of a {kind} is {document.get(name)!r}"
+        origin = document.get("origin")
+        if origin is not None and not (
+            isinstance(origin, dict) and all(isinstance(origin.get(name), str) for name in ("claim", "attempt"))
+        ):
+            return f"its origin is {origin!r}"
         before = {"commit": document.get("parent"), "retire": document.get("commit")}.get(kind)
         if before is not None and (
             type(before) is not int

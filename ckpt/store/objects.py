@@ -5,12 +5,13 @@ be read but not appended to for every other scheme that fsspec knows. Array data
 `kvstore_spec` gives the same root to TensorStore.
 """
 
+import contextlib
 import functools
 import os
 import re
 import secrets
 import urllib.parse
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ckpt.errors import StoreError
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from ckpt.store.remote import S3Settings
 
 Options = Mapping[str, Any] | None
+
+_TRUSTED = "TENSORSTORE_CA_BUNDLE"
 
 
 class NotFound(StoreError):
@@ -47,11 +50,12 @@ class ObjectStore(Protocol):
         """
 
     def create(self, key: str, data: bytes) -> bool:
-        """Write the whole object if the key is free: of any number of callers exactly one gets True.
+        """Write the whole object if the key is free: of any number of callers with different data exactly one gets
+        True.
 
         True: this call created it, complete (POSIX: and durable). False: it was there, untouched.
-        `StoreError`: refused or unknown; read the key back to know. Sent once, and again only where the
-        server says that nothing was done (409), so that a False means another call's object.
+        `StoreError`: refused or unknown; read the key back to know. Over a network an answer may be lost, and then
+        whoever finds its own bytes there gets True: data that must have one creator holds something of its own.
         """
 
     def list(self, prefix: str = "") -> dict[str, int]:
@@ -137,21 +141,31 @@ def open_store(url: str, storage_options: Options = None) -> ObjectStore:
         from ckpt.store.posix import PosixStore
 
         return PosixStore(rest)
-    from ckpt.store.remote import FsspecStore, S3Store
+    if scheme == "s3":
+        from ckpt.store.remote import S3Store
 
-    return S3Store(url, storage_options) if scheme == "s3" else FsspecStore(url, storage_options)
+        return S3Store(url, storage_options)
+    from ckpt.store.foreign import FsspecStore
+
+    return FsspecStore(url, storage_options)
 
 
-def probe(store: ObjectStore) -> None:
-    """Raise `StoreError` unless `store` really creates only what is absent; call it once per root.
+def probe(store: ObjectStore, beside: Callable[[str], None] | None = None) -> None:
+    """Raise `StoreError` unless `store` can be listed, written, read and deleted from, and really creates only what is
+    absent; call it before there is something to lose. Leaves nothing behind.
 
-    Some servers accept the condition and ignore it, and there two jobs could both commit.
+    Some servers accept the condition and ignore it, and there two jobs could both commit. Some make a missing bucket
+    when they are first written to, so that only a listing tells of a wrong name.
+
+    beside: called with a fresh prefix, ending in "/", under which it may write what it likes; all is deleted after it.
     """
-    key, first, second = f"probe/{secrets.token_hex(16)}", secrets.token_bytes(16), secrets.token_bytes(16)
+    folder, first, second = f"probe/{secrets.token_hex(16)}/", secrets.token_bytes(16), secrets.token_bytes(16)
+    key = f"{folder}object"
     where, remedy = (
         f"{store.url}/{key}",
         "use a store with conditional create (If-None-Match: *, or hard links)",
     )
+    store.list("probe/")
     try:
         if not store.create(key, first):
             raise StoreError(f"{where}: create says that a new random key was there already; {remedy}")
@@ -159,8 +173,13 @@ def probe(store: ObjectStore) -> None:
             raise StoreError(f"{where}: the store ignores create-if-absent: two creates both won; {remedy}")
         if store.get(key) != first:
             raise StoreError(f"{where}: a create that lost changed the object all the same; {remedy}")
-    finally:
-        store.delete([key])
+        if beside is not None:
+            beside(folder)
+    except BaseException:
+        with contextlib.suppress(StoreError):  # which would hide the first
+            store.delete([key, *store.list(folder)])
+        raise
+    store.delete([key] if beside is None else store.list(folder))
 
 
 def kvstore_spec(url: str, storage_options: Options = None) -> dict[str, Any]:
@@ -168,7 +187,7 @@ def kvstore_spec(url: str, storage_options: Options = None) -> dict[str, Any]:
 
     TensorStore takes no keys inside its JSON. Explicit keys go as `environment` credentials if the
     environment holds the same ones, else through a nameless file in memory (Linux): make the spec in the
-    process that uses it.
+    process that uses it. A file of trusted authorities is set for the whole process.
     """
     scheme, rest = split_url(url)
     if scheme == "file":
@@ -188,10 +207,23 @@ def kvstore_spec(url: str, storage_options: Options = None) -> dict[str, Any]:
         spec["endpoint"] = settings["endpoint"]
     if settings["region"]:
         spec["aws_region"] = settings["region"]
+    if settings["ca_bundle"]:
+        _trust(settings["ca_bundle"])
     spec["aws_credentials"] = _kvstore_credentials(settings)
     # The driver's own 32 attempts of up to 32 s each make a wrong endpoint look like a hang.
     spec["s3_request_retries"] = {"max_retries": 8, "initial_delay": "250ms", "max_delay": "8s"}
     return spec
+
+
+def _trust(bundle: str) -> None:
+    """Has TensorStore check certificates against a PEM file. It has one setting for the whole process, which it reads
+    from the environment once, at its first request."""
+    now = os.environ.setdefault(_TRUSTED, bundle)
+    if os.path.realpath(now) != bundle:
+        raise StoreError(
+            f"ca_bundle {bundle}: {_TRUSTED} is {now} in this process, and TensorStore takes one file for all stores; "
+            "put all authorities into one file, and set AWS_CA_BUNDLE to it"
+        )
 
 
 def is_aws(endpoint: str | None) -> bool:
@@ -202,15 +234,23 @@ def is_aws(endpoint: str | None) -> bool:
 
 def _kvstore_credentials(settings: "S3Settings") -> dict[str, str]:
     """TensorStore's `aws_credentials` for these settings, for use in this process."""
+    from ckpt.store.remote import profile_files
+
     if settings["anonymous"]:
         return {"type": "anonymous"}
     if settings["profile"]:
-        return {"type": "profile", "profile": settings["profile"]}
+        found = profile_files(settings["profile"])
+        if found is None:
+            raise StoreError(
+                f"storage_options: profile {settings['profile']} holds no keys of its own, and TensorStore knows no "
+                "other kind; give access_key and secret_key (and session_token), or set the AWS variables"
+            )
+        return found
     names = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
     here = tuple(os.environ.get(name) or None for name in names)
     access, secret, token = settings["access_key"], settings["secret_key"], settings["session_token"]
     if access is None or secret is None:
-        return {"type": "environment" if here[0] and here[1] else "default"}
+        return {"type": "environment"} if here[0] and here[1] else profile_files(None) or {"type": "default"}
     if (access, secret, token) == here:
         return {"type": "environment"}
     if not hasattr(os, "memfd_create"):

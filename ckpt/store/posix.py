@@ -14,21 +14,12 @@ from pathlib import Path
 
 from ckpt.errors import StoreError
 from ckpt.store.objects import NotFound, check_key, check_prefix, key_fault
+from ckpt.store.remedies import file_remedy
 
 TEMP = ".tmp-"
 STALE_SECONDS = 24 * 3600
 ABSENT = (FileNotFoundError, NotADirectoryError)
 NO_LINK = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV}
-REMEDY = {
-    errno.ENOSPC: "free some space there",
-    errno.EDQUOT: "raise the quota or free some space there",
-    errno.EACCES: "check who owns it and its permissions",
-    errno.EPERM: "check who owns it and its permissions",
-    errno.EROFS: "mount it writable",
-    errno.ENAMETOOLONG: "use a shorter name",
-    errno.ENOTDIR: "a file stands where a folder is needed: move it away",
-    errno.EISDIR: "a folder stands where a file is needed: move it away",
-}
 
 
 @contextlib.contextmanager
@@ -36,8 +27,8 @@ def _explained(where: str, doing: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        remedy = REMEDY.get(error.errno or 0, "check the file system and its mount")
-        raise StoreError(f"{where}: cannot {doing}: {error.strerror or error}; {remedy}") from error
+        said = error.strerror or error
+        raise StoreError(f"{where}: cannot {doing}: {said}; {file_remedy(error.errno)}") from error
 
 
 class PosixStore:
@@ -102,9 +93,9 @@ class PosixStore:
             path, where = self._path(key)
             with _explained(where, "delete"):
                 folder = self._inside(os.path.dirname(path), where)
+                folders.add(folder)
                 with contextlib.suppress(*ABSENT):
                     os.unlink(os.path.join(folder, os.path.basename(path)))
-                    folders.add(folder)
         for folder in sorted(folders, key=len, reverse=True):
             _sweep(folder)
             with contextlib.suppress(OSError):  # not empty, gone, or another's

@@ -14,7 +14,9 @@ from ckpt.state.dtypes import STORED
 from ckpt.state.identity import state_id
 from ckpt.state.values import Json, canonical_json, parse_json
 from ckpt.store.arrays import array_folder
-from ckpt.store.log import FORMAT, check_format
+from ckpt.store.log import FORMAT, Record, check_format
+from ckpt.store.objects import NotFound, ObjectStore
+from ckpt.store.remedies import OLDER
 
 
 def sha256(data: bytes) -> str:
@@ -24,6 +26,23 @@ def sha256(data: bytes) -> str:
 def attempt_prefix(claim: str, attempt: str) -> str:
     """Key prefix of everything that an attempt writes."""
     return f"attempts/{claim}/{attempt}/"
+
+
+PINNED = {"manifest.json": "manifest", "ranks/manifest.json": "ranks", "run.json": "run"}
+"""Documents of a commit, by their name below its attempt: the field of the commit that has the SHA-256 of each."""
+
+
+def pinned(store: ObjectStore, record: Record, name: str, remedy: str = OLDER) -> bytes:
+    """One of the PINNED documents. Raises CorruptCheckpoint where it is missing or not what the commit pins."""
+    key = attempt_prefix(record.claim, record.attempt) + name
+    where = f"{store.url}/{key}"
+    try:
+        data = store.get(key)
+    except NotFound:
+        raise CorruptCheckpoint(f"{where}: missing, though step {record.step} is committed; {remedy}") from None
+    if sha256(data) != record.document[PINNED[name]]:
+        raise CorruptCheckpoint(f"{where}: not the bytes that the commit of step {record.step} pins; {remedy}")
+    return data
 
 
 @dataclass(frozen=True)
@@ -122,6 +141,17 @@ class Receipt:
             return receipt
         except _MALFORMED as error:
             raise CorruptCheckpoint(f"{where}: malformed receipt: {error!r}") from None
+
+
+def receipt_key(prefix: str, rank: int) -> str:
+    """Where an attempt has the receipt of a rank."""
+    return f"{prefix}receipts/{rank:06d}.json"
+
+
+def read_receipt(store: ObjectStore, prefix: str, rank: int) -> Receipt:
+    """The receipt of a rank, which nothing pins. Raises NotFound, or CorruptCheckpoint where it is not readable."""
+    key = receipt_key(prefix, rank)
+    return Receipt.parse(store.get(key), f"{store.url}/{key}")
 
 
 @dataclass(frozen=True)

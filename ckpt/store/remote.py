@@ -1,24 +1,26 @@
-"""Object stores over the network: S3 and its compatibles for everything, other fsspec schemes for reading.
+"""The object store on S3 and its compatibles.
 
-S3 goes through a plain botocore client and not through s3fs. A conditional create must be sent exactly once:
-s3fs repeats it, and beneath s3fs aiohttp sends a PUT again on its own when the connection drops, and then a
-create that has won reads 412 and takes its own record for another's. Here one attempt is one request; what is
-idempotent is tried a few times, so that nothing hangs and every error names its remedy.
+S3 goes through a plain botocore client and not through s3fs. s3fs repeats a conditional create, and beneath s3fs
+aiohttp sends a PUT again on its own when the connection drops, and then a create that has won reads 412 and takes its
+own record for another's. Here one attempt is one request, all attempts are made by `S3Store._run`, and a create whose
+answer was lost is read back before it is sent again. Every wait is bounded, and every error names its remedy.
 """
 
 import contextlib
 import functools
 import os
+import random
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypedDict, TypeVar
 
 import botocore
 import botocore.config
 import botocore.exceptions as boto
+import botocore.parsers
 import botocore.session
-import fsspec
+from urllib3.exceptions import HTTPError
 
 from ckpt.errors import StoreError
 from ckpt.store.objects import (
@@ -29,17 +31,19 @@ from ckpt.store.objects import (
     is_aws,
     key_fault,
     split_s3,
-    split_url,
 )
+from ckpt.store.remedies import BUSY_CODES, CERTIFICATE, EXPIRED_CODES, FULL_CODES, KEYS, s3_remedy
 
 T = TypeVar("T")
 
 ATTEMPTS = 4
-FIRST_WAIT = 0.2
+PATIENCE = 60.0  # seconds after which nothing is tried again; so long a server is asked that says that it is busy
+FIRST_WAIT, LONGEST_WAIT = 0.2, 5.0  # seconds; each wait is twice the one before, and then shortened at random
 CONNECT_SECONDS = 3
-READ_SECONDS = 30
-TRANSIENT_CODES = {"SlowDown", "RequestTimeout", "Throttling", "ThrottlingException", "RequestLimitExceeded"}
-FAILURES = (boto.BotoCoreError, boto.ClientError, OSError)
+READ_SECONDS = 20
+DAMAGED_CODES = {"RequestTimeout", "IncompleteBody", "BadDigest", "XAmzContentSHA256Mismatch"}  # on the way there
+# botocore lets through what its parsers and, in the middle of a body, urllib3 raise.
+FAILURES = (boto.BotoCoreError, boto.ClientError, botocore.parsers.ResponseParserError, HTTPError, OSError)
 
 
 class S3Settings(TypedDict):
@@ -53,13 +57,16 @@ class S3Settings(TypedDict):
     profile: str | None
     anonymous: bool
     path_style: bool
+    ca_bundle: str | None
 
 
 def s3_settings(storage_options: Options = None) -> S3Settings:
-    """Resolve the options `endpoint region access_key secret_key session_token profile anonymous path_style`.
+    """Resolve the options `endpoint region access_key secret_key session_token profile anonymous path_style
+    ca_bundle`.
 
     Absent, the endpoint and region come from AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL, AWS_REGION,
-    AWS_DEFAULT_REGION, then the profile's configuration. Pure but for reading those.
+    AWS_DEFAULT_REGION, then the profile's configuration, and the file of trusted authorities, ca_bundle, from
+    AWS_CA_BUNDLE or the profile. Pure but for reading those.
     """
     options = {key: value for key, value in (storage_options or {}).items() if value is not None}
     unknown = sorted(set(options) - S3Settings.__annotations__.keys())
@@ -81,12 +88,10 @@ def s3_settings(storage_options: Options = None) -> S3Settings:
     if not endpoint and not ignored:
         endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
     if not endpoint or not region:
-        try:
+        with _configuration():
             session = botocore.session.Session(profile=options.get("profile"))
             configured = session.get_scoped_config()
             services = session.full_config.get("services", {}).get(configured.get("services"), {})
-        except boto.BotoCoreError as error:
-            raise StoreError(f"AWS configuration: {error}; fix ~/.aws/config or AWS_PROFILE") from error
         region = region or configured.get("region")
         if not endpoint and not ignored:
             endpoint = services.get("s3", {}).get("endpoint_url") or configured.get("endpoint_url")
@@ -101,7 +106,49 @@ def s3_settings(storage_options: Options = None) -> S3Settings:
         profile=options.get("profile"),
         anonymous=bool(options.get("anonymous", False)),
         path_style=bool(options.get("path_style", endpoint is not None and not is_aws(endpoint))),
+        ca_bundle=_ca_bundle(options),
     )
+
+
+def _ca_bundle(options: Mapping[str, Any]) -> str | None:
+    """The PEM file of authorities that servers' certificates are checked against; None for those of the system."""
+    found: str | None = options.get("ca_bundle")
+    if not found:
+        with _configuration():
+            found = botocore.session.Session(profile=options.get("profile")).get_config_variable("ca_bundle")
+    if not found:
+        return None
+    path: str = os.path.realpath(os.path.expanduser(found))
+    if not os.path.isfile(path):
+        raise StoreError(f"{found}: no such file of trusted authorities; correct ca_bundle or AWS_CA_BUNDLE")
+    return path
+
+
+@contextlib.contextmanager
+def _configuration() -> Iterator[None]:
+    try:
+        yield
+    except boto.BotoCoreError as error:
+        raise StoreError(f"AWS configuration: {error}; fix ~/.aws/config or AWS_PROFILE") from error
+
+
+def profile_files(profile: str | None) -> dict[str, str] | None:
+    """TensorStore's `aws_credentials` for a profile (None: the one in use) whose keys are in the AWS files, else None.
+
+    Looks for the files, because TensorStore's own search fails whatever HOME and the AWS variables say.
+    """
+    with _configuration():
+        session = botocore.session.Session(profile=profile)
+        name = session.profile or "default"
+        if "aws_access_key_id" not in session.full_config["profiles"].get(name, {}):
+            return None
+        found = {kind: session.get_config_variable(kind) for kind in ("credentials_file", "config_file")}
+    paths = {kind: os.path.expanduser(path or "") for kind, path in found.items()}
+    return {
+        "type": "profile",
+        "profile": name,
+        **{kind: path if os.path.isfile(path) else os.devnull for kind, path in paths.items()},
+    }
 
 
 class S3Store:
@@ -114,6 +161,7 @@ class S3Store:
         self._settings = s3_settings(storage_options)
         self._pid = os.getpid()
         self._client: Any = None
+        self._keys: tuple[str, ...] = ()  # in use, where the AWS chain gave them
         self._lock = threading.Lock()
 
     def get(self, key: str) -> bytes:
@@ -134,17 +182,24 @@ class S3Store:
     def create(self, key: str, data: bytes) -> bool:
         check_key(self.url, key)
         name = {"Bucket": self._bucket, "Key": self._start + key}
+        sent = False  # whether an earlier request may have done it, or may do it yet
 
         def request(s3: Any) -> bool:
+            nonlocal sent
+            if sent and (found := _found(s3, name)) is not None:
+                return found == data
+            before, sent = sent, True
             try:
                 s3.put_object(**name, Body=data, IfNoneMatch="*")
             except boto.ClientError as error:
-                if _status(error) == 412:
-                    return False
+                if _status(error) == 412 and (found := _found(s3, name)) is not None:
+                    return found == data  # perhaps our own: a request may arrive twice
+                if _status(error) < 500 and _status(error) != 412:  # refused, so nothing was done
+                    sent = before
                 raise
             return True
 
-        return self._run(key, "create", request, again=lambda error: _status(error) == 409)
+        return self._run(key, "create", request)
 
     def list(self, prefix: str = "") -> dict[str, int]:
         check_prefix(self.url, prefix)
@@ -176,26 +231,35 @@ class S3Store:
         for prefix in prefixes:
             check_prefix(self.url, prefix)
 
-    def _run(
-        self,
-        key: str,
-        doing: str,
-        request: Callable[[Any], T],
-        again: Callable[[BaseException], bool] | None = None,
-    ) -> T:
-        """Make the request, and once more after each error that `again` lets pass."""
+    def _run(self, key: str, doing: str, request: Callable[[Any], T]) -> T:
+        """Makes the request, and again after each error that may pass. Waits without touching Python's own random
+        stream, which is part of the trainer's state."""
         where = f"{self.url}/{key}"
         if os.getpid() != self._pid:
             raise StoreError(f"{where}: opened before a fork; open the store again here, or spawn instead")
-        for attempt in range(ATTEMPTS):
-            if attempt:
-                time.sleep(FIRST_WAIT * 3 ** (attempt - 1))
+        began, attempt = time.monotonic(), 1
+        while True:
             try:
                 return request(self._connected())
             except FAILURES as error:
-                if attempt + 1 == ATTEMPTS or not (again or _transient)(error):
+                expired = _code(error) in EXPIRED_CODES and self._renewed()
+                lasting = not (expired or _busy(error) or (_transient(error) and attempt < ATTEMPTS))
+                if lasting or time.monotonic() - began > PATIENCE:
                     raise self._explained(error, where, doing) from error
-        raise AssertionError
+            wait = min(LONGEST_WAIT, FIRST_WAIT * 2 ** (attempt - 1))
+            time.sleep(wait * random.SystemRandom().uniform(0.5, 1.0))
+            attempt += 1
+
+    def _renewed(self) -> bool:
+        """Whether the AWS chain has other credentials than those in use, which have expired; if so they are used."""
+        if self._settings["access_key"]:
+            return False
+        now = _chain(botocore.session.Session(profile=self._settings["profile"]))
+        with self._lock:
+            if now == self._keys:
+                return False
+            self._client = None
+        return True
 
     def _connected(self) -> Any:
         """The client, made when first needed: looking for credentials may use the network."""
@@ -217,10 +281,14 @@ class S3Store:
                     response_checksum_validation=checks,
                     ignore_configured_endpoint_urls=True,  # s3_settings has read them
                 )
-                self._client = botocore.session.Session(profile=settings["profile"]).create_client(
+                session = botocore.session.Session(profile=settings["profile"])
+                if not settings["access_key"] and not settings["anonymous"]:
+                    self._keys = _chain(session)
+                self._client = session.create_client(
                     "s3",
                     region_name=settings["region"],
                     endpoint_url=settings["endpoint"],
+                    verify=settings["ca_bundle"],
                     aws_access_key_id=settings["access_key"],
                     aws_secret_access_key=settings["secret_key"],
                     aws_session_token=settings["session_token"],
@@ -230,34 +298,47 @@ class S3Store:
 
     def _explained(self, error: BaseException, where: str, doing: str) -> StoreError:
         at = self._settings["endpoint"] or "Amazon S3"
-        code, said = "", f"{type(error).__name__}: {error}"
+        code, status, said = _code(error), _status(error), f"{type(error).__name__}: {error}"
         if isinstance(error, boto.ClientError):
-            code = str(error.response.get("Error", {}).get("Code", ""))
-            said = f"{code}: {error.response.get('Error', {}).get('Message', '')} (HTTP {_status(error)})"
-        if doing == "read" and (code == "NoSuchKey"):
+            said = f"{code}: {error.response.get('Error', {}).get('Message', '')} (HTTP {status})"
+        if doing == "read" and code == "NoSuchKey":
             return NotFound(f"{where}: not found; check the name, or list what is there")
-        if code == "NoSuchBucket":
-            remedy = f"create the bucket {self._bucket}, or correct the URL or the endpoint ({at})"
-        elif _status(error) in (401, 403):
-            remedy = f"check the keys or profile in use at {at}, and that they may Get, Put, List and Delete there"
-        elif _status(error) in (301, 307) or code == "AuthorizationHeaderMalformed":
-            remedy = f"set the bucket's own region (now {self._settings['region']}) or endpoint"
-        elif _status(error) == 501:
-            remedy = f"{at} lacks this operation: use a store that has it"
+        if isinstance(error, boto.ParamValidationError):
+            code = "InvalidBucketName"
+        if isinstance(error, boto.SSLError):
+            remedy = CERTIFICATE
         elif isinstance(error, (boto.NoCredentialsError, boto.PartialCredentialsError)):
-            remedy = "give access_key and secret_key, profile or anonymous=True, or set AWS_ACCESS_KEY_ID"
+            remedy = KEYS
         else:
-            remedy = f"check that {at} is the right endpoint and up, then try again"
-        unknown = (
-            "; it may have happened: read it back"
-            if doing == "create" and _status(error) not in range(400, 500)
-            else ""
-        )
+            remedy = s3_remedy(code, status, at, self._bucket, self._settings["region"])
+        unknown = "; it may have happened: read it back" if doing == "create" and status not in range(400, 500) else ""
         return StoreError(f"{where}: cannot {doing}: {said}; {remedy}{unknown}")
 
 
 def _delete(s3: Any, bucket: str, what: dict[str, Any]) -> Any:
     return s3.delete_objects(Bucket=bucket, Delete=what)
+
+
+def _found(s3: Any, name: dict[str, str]) -> bytes | None:
+    """What is stored under this bucket and key, if anything."""
+    try:
+        with contextlib.closing(s3.get_object(**name)["Body"]) as body:
+            data: bytes = body.read()
+    except boto.ClientError as error:
+        if _code(error) == "NoSuchKey":
+            return None
+        raise
+    return data
+
+
+def _chain(session: Any) -> tuple[str, ...]:
+    """The keys that the AWS chain gives a new session, or nothing."""
+    found = session.get_credentials()
+    return () if found is None else tuple(found.get_frozen_credentials())
+
+
+def _code(error: BaseException) -> str:
+    return str(error.response.get("Error", {}).get("Code", "")) if isinstance(error, boto.ClientError) else ""
 
 
 def _status(error: BaseException) -> int:
@@ -266,73 +347,19 @@ def _status(error: BaseException) -> int:
     return int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
 
 
+def _busy(error: BaseException) -> bool:
+    """Whether the server asks for the same request later."""
+    return _status(error) in (429, 503) or _code(error) in BUSY_CODES
+
+
 def _transient(error: BaseException) -> bool:
     """Whether the same request may do better a moment later."""
     if isinstance(error, boto.ClientError):
-        busy = _status(error) == 429 or (_status(error) >= 500 and _status(error) != 501)
-        return busy or error.response.get("Error", {}).get("Code") in TRANSIENT_CODES
+        if _code(error) in FULL_CODES or _status(error) in (501, 507):
+            return False
+        if _code(error).isdigit():  # no error document of S3: a gateway's answer, or cut short
+            return True
+        # 412 comes here where nothing was found: the object that was in the way is still being written.
+        return _status(error) in (409, 412, 429) or _status(error) >= 500 or _code(error) in DAMAGED_CODES
     lasting = (boto.NoCredentialsError, boto.PartialCredentialsError, boto.ParamValidationError)
     return not isinstance(error, lasting)
-
-
-class FsspecStore:
-    """Any other scheme of fsspec, with `storage_options` as its driver wants them: all but `create`."""
-
-    def __init__(self, url: str, storage_options: Options = None) -> None:
-        scheme, rest = split_url(url)
-        self.url = f"{scheme}://{rest.rstrip('/')}"
-        try:
-            self._fs, root = fsspec.core.url_to_fs(
-                self.url,
-                **{"use_listings_cache": False, "skip_instance_cache": True, **(storage_options or {})},
-            )
-        except (ImportError, ValueError, TypeError) as error:
-            raise StoreError(f"{url}: {error}; install that driver, or use a path or s3://") from error
-        self._root = root.rstrip("/")
-
-    def get(self, key: str) -> bytes:
-        check_key(self.url, key)
-        data: bytes = self._call(key, "read", lambda: self._fs.cat_file(f"{self._root}/{key}"))
-        return data
-
-    def put(self, key: str, data: bytes) -> None:
-        check_key(self.url, key)
-        self._call(key, "write", lambda: self._fs.pipe_file(f"{self._root}/{key}", data))
-
-    def create(self, key: str, data: bytes) -> bool:
-        raise StoreError(
-            f"{self.url}/{key}: this scheme has no known conditional create, so no safe commit; save to a "
-            "path or to s3://, and copy from there"
-        )
-
-    def list(self, prefix: str = "") -> dict[str, int]:
-        check_prefix(self.url, prefix)
-        self._fs.invalidate_cache()
-        try:
-            found = self._call(prefix, "list", lambda: self._fs.find(self._root, detail=True))
-        except NotFound:
-            return {}
-        sizes = {path[len(self._root) + 1 :]: int(entry["size"] or 0) for path, entry in found.items()}
-        return {key: sizes[key] for key in sorted(sizes) if key.startswith(prefix) and not key_fault(key)}
-
-    def delete(self, keys: Iterable[str]) -> None:
-        for key in keys:
-            check_key(self.url, key)
-            try:
-                self._call(key, "delete", functools.partial(self._fs.rm_file, f"{self._root}/{key}"))
-            except NotFound:
-                continue
-
-    def sync(self, *prefixes: str) -> None:
-        for prefix in prefixes:
-            check_prefix(self.url, prefix)
-
-    def _call(self, key: str, doing: str, act: Callable[[], Any]) -> Any:
-        where = f"{self.url}/{key}"
-        try:
-            return act()
-        except FileNotFoundError as error:
-            raise NotFound(f"{where}: not found; check the name, or list what is there") from error
-        except Exception as error:  # each driver has its own kinds
-            said = f"{type(error).__name__}: {error}"
-            raise StoreError(f"{where}: cannot {doing}: {said}; check storage_options and the service") from error

@@ -4,6 +4,7 @@ list in memory."""
 import itertools
 import json
 import threading
+import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -114,7 +115,7 @@ def store(root: Root) -> ObjectStore:
 def patient(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Retries without waiting; the seconds that would have been waited."""
     waited: list[float] = []
-    monkeypatch.setattr("ckpt.store.log.time", SimpleNamespace(sleep=waited.append))
+    monkeypatch.setattr("ckpt.store.log.time", SimpleNamespace(sleep=waited.append, monotonic=time.monotonic))
     return waited
 
 
@@ -294,6 +295,19 @@ def test_an_unreachable_store_is_an_error_after_a_while_and_the_log_can_be_used_
         log.append(commit("a", "x", 1))
     log._store = store
     assert log.append_fenced("a", commit("a", "x", 1), settled("x")).number == 2
+
+
+def test_a_store_that_waits_long_itself_is_asked_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, asked = itertools.count(0, 40), []
+
+    def slow(key: str, data: bytes) -> bool:
+        asked.append(key)
+        raise StoreError("silent")
+
+    monkeypatch.setattr("ckpt.store.log.time", SimpleNamespace(sleep=lambda s: None, monotonic=lambda: next(clock)))
+    with pytest.raises(StoreError, match="silent"):
+        Log(Wrapped(MemoryStore(), create=slow)).append(claim("a"))  # type: ignore[arg-type]
+    assert len(asked) == 2
 
 
 def test_a_store_that_says_exists_and_shows_nothing_is_an_error_and_no_endless_loop(patient: list[float]) -> None:

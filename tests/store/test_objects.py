@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from ckpt.errors import StoreError
-from ckpt.store import posix
+from ckpt.store import posix, remote
 from ckpt.store.objects import NotFound, ObjectStore, kvstore_spec, open_store, probe
 from ckpt.store.remote import s3_settings
 from tests.support.ports import free_ports
@@ -540,12 +540,25 @@ def test_contradictory_settings_are_refused(
 def test_a_profile_brings_its_endpoint_and_region(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
-    (tmp_path / "config").write_text("[profile lab]\nregion = here-1\nendpoint_url = https://s3.lab.example/\n")
-    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    config, credentials = tmp_path / "config", tmp_path / "credentials"
+    config.write_text("[profile lab]\nregion = here-1\nendpoint_url = https://s3.lab.example/\n")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(credentials))
     settings = s3_settings({"profile": "lab"})
     assert (settings["endpoint"], settings["region"]) == ("https://s3.lab.example", "here-1")
+    with pytest.raises(StoreError, match="profile lab holds no keys"):
+        kvstore_spec("s3://bucket", {"profile": "lab"})
+    credentials.write_text("[lab]\naws_access_key_id = a\naws_secret_access_key = b\n")
     spec = kvstore_spec("s3://bucket", {"profile": "lab"})
-    assert spec["aws_credentials"] == {"type": "profile", "profile": "lab"}
+    files = {"credentials_file": str(credentials), "config_file": str(config)}
+    assert spec["aws_credentials"] == {"type": "profile", "profile": "lab", **files}
+    assert kvstore_spec("s3://bucket", {"region": "x"})["aws_credentials"] == {"type": "default"}
+    monkeypatch.setenv("AWS_PROFILE", "lab")
+    config.unlink()
+    files["config_file"] = os.devnull
+    assert kvstore_spec("s3://bucket")["aws_credentials"] == {"type": "profile", "profile": "lab", **files}
+    config.write_text("[profile lab]\nregion = here-1\nendpoint_url = https://s3.lab.example/\n")
+    monkeypatch.delenv("AWS_PROFILE")
     assert (spec["endpoint"], spec["aws_region"], spec["path"]) == ("https://s3.lab.example", "here-1", "")
     assert s3_settings({"profile": "lab", "endpoint": "http://x", "region": "y"})["endpoint"] == "http://x"
     with pytest.raises(StoreError, match="path-style only"):
@@ -595,27 +608,43 @@ class Scripted:
         self.thread.join()
 
 
-@pytest.mark.parametrize(("answers", "created"), [([200], True), ([412], False), ([409, 409, 200], True)])
+@pytest.mark.parametrize(("answers", "created"), [([200], True), ([409, 409, 200], True), ([429, 200], True)])
 def test_create_by_status(answers: list[int], created: bool) -> None:
     with Scripted(*answers) as wire:
         assert wire.store.create("k", b"v") is created
     assert wire.asked == ["*"] * len(answers)
 
 
-@pytest.mark.parametrize("answer", [500, 503, 429, 501, 400, 404, "drop"])
-def test_create_is_sent_once_when_the_outcome_is_open(answer: int | str) -> None:
-    with Scripted(answer, 200) as wire, pytest.raises(StoreError, match="cannot create"):
+@pytest.mark.parametrize("answer", [412, 500, 503, "drop"])
+def test_create_reads_back_what_may_be_its_own(answer: int | str) -> None:
+    for data in (b"body", b"another"):
+        with Scripted(answer, 200) as wire:
+            assert wire.store.create("k", data) is (data == b"body")
+        assert wire.asked == ["*", None]
+
+
+@pytest.mark.parametrize(("answer", "times"), [(501, 1), (400, 4), (404, 4)])
+def test_a_refused_create_is_an_error(answer: int, times: int) -> None:
+    """A 400 or 404 without S3's document is not S3's own, and is tried again."""
+    with Scripted(*[answer] * times, 200) as wire, pytest.raises(StoreError, match="cannot create"):
         wire.store.create("k", b"v")
-    assert wire.asked == ["*"]
+    assert wire.asked == ["*"] * times
 
 
-def test_what_is_idempotent_is_tried_again() -> None:
+def test_what_may_pass_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     with Scripted(503, "drop", 200, 500, 200) as wire:
         assert wire.store.get("k") == b"body"
         wire.store.put("k", b"v")
     assert wire.asked == [None] * 5
-    with Scripted(*[503] * 9) as wire, pytest.raises(StoreError, match="HTTP 503"):
+    with Scripted(*["drop"] * 9) as wire, pytest.raises(StoreError, match="is the right endpoint and up"):
         wire.store.get("k")
     assert len(wire.asked) == 4
-    with Scripted(404) as wire, pytest.raises(StoreError, match="cannot read"):
+    with Scripted(*[404] * 4) as wire, pytest.raises(StoreError, match="cannot read") as caught:
         wire.store.get("k")  # a 404 that is not S3's own says nothing about the key
+    assert not isinstance(caught.value, NotFound)
+    monkeypatch.setattr(remote, "FIRST_WAIT", 0.01)
+    with Scripted(*[503, 429] * 3, 200) as wire:
+        assert wire.store.get("k") == b"body"  # a busy server has not failed
+    monkeypatch.setattr(remote, "PATIENCE", 0.1)
+    with Scripted(*[503] * 99) as wire, pytest.raises(StoreError, match=r"HTTP 503.*too busy"):
+        wire.store.get("k")
