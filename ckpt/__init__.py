@@ -13,6 +13,7 @@ from ckpt.errors import (
     CkptError,
     CorruptCheckpoint,
     Fenced,
+    NothingCommitted,
     RankFailed,
     StateInvalid,
     StateMismatch,
@@ -20,15 +21,20 @@ from ckpt.errors import (
     Unsupported,
 )
 from ckpt.geometry import Layout
-from ckpt.state import RngState, ShardedTensor, TrainState, per_rank, replicated
-from ckpt.trainer import Checkpointer, Receipt, Resharded, Restored, reshard_
+from ckpt.state import RngState, ShardedTensor, TrainState, Vocabulary, per_rank, replicated
+from ckpt.store.retention import Keep
+from ckpt.trainer import Checkpointer, PendingSave, Preempted, Receipt, Resharded, Restored, reshard_
 
 __all__ = [
     "Checkpointer",
     "CkptError",
     "CorruptCheckpoint",
     "Fenced",
+    "Keep",
     "Layout",
+    "NothingCommitted",
+    "PendingSave",
+    "Preempted",
     "RankFailed",
     "Receipt",
     "Resharded",
@@ -40,6 +46,7 @@ __all__ = [
     "StoreError",
     "TrainState",
     "Unsupported",
+    "Vocabulary",
     "data",
     "per_rank",
     "random",

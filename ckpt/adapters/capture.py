@@ -16,9 +16,10 @@ from torch import nn
 
 from ckpt.adapters import dtensors, megatron, megatron_optimizer, megatron_scheduler, optimizers, rng
 from ckpt.adapters.placement import Placement
+from ckpt.data.foreign import check_is_no_rank_loader
 from ckpt.errors import StateMismatch, Unsupported
 from ckpt.geometry import Box, TensorSpec
-from ckpt.state import Captured, PerRank, Replicated, RngState, ShardedTensor, TrainState
+from ckpt.state import Captured, PerRank, Replicated, RngState, ShardedTensor, TrainState, Vocabulary
 from ckpt.state.dtypes import STORED, dtype_name
 from ckpt.state.names import Key, join, split
 from ckpt.state.values import Json, decode
@@ -29,10 +30,17 @@ Setter = Callable[[Any], None]
 
 @dataclass(frozen=True)
 class Known:
-    """What a checkpoint holds, for a capture that is to be loaded: tensors by each of their names, encoded values."""
+    """What a checkpoint holds, for a capture that is to be loaded: tensors by each of their names, encoded values.
+    vocabulary: whose tensors may have another number of rows here."""
 
     tensors: Mapping[str, TensorSpec]
     values: Mapping[str, Json]
+    vocabulary: Vocabulary | None = None
+
+    def shape_here(self, name: str, own: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of a saved tensor, or `own` where that is another padded size of it."""
+        saved = self.tensors[name].shape
+        return own if self.vocabulary is not None and self.vocabulary.fits(name, saved, own) else saved
 
     def tensors_below(self, prefix: str) -> Iterator[str]:
         """Names of tensors that start with `prefix`, sorted."""
@@ -131,6 +139,9 @@ class Walker:
             self.tensor(self._from_numpy(node, join(path)), path)
         elif isinstance(node, nn.Module):
             self.module(node, path)
+        elif megatron.are_chunks(node):
+            for chunk in node:
+                self.module(chunk, path)
         elif isinstance(node, RngState):
             self.last.append(lambda: rng.capture(self, node, path))
         elif isinstance(node, torch.optim.Optimizer):
@@ -190,6 +201,7 @@ class Walker:
         """A module: parameters and persistent buffers in place, extra state through its own setters."""
         if megatron.is_megatron(module):
             megatron.capture(self, module, path)
+            self.leave_out(megatron.unwrap(module), path)
             return
         live = {id(t) for t in chain(module.parameters(), module.buffers())}
         for name, entry in module.state_dict(keep_vars=True).items():
@@ -205,6 +217,16 @@ class Walker:
                 self.parameter(entry, (*path, name))
             else:
                 raise Unsupported(f"{join((*path, name))}: a module's state holds a {type(entry).__name__}")
+        self.leave_out(module, path)
+
+    def leave_out(self, module: nn.Module, path: Path) -> None:
+        """Notes what of a module is no part of a checkpoint."""
+        for prefix, owner in module.named_modules():
+            for name in owner._non_persistent_buffers_set:
+                whole = f"{prefix}.{name}" if prefix else name
+                self.captured.left_out[join((*path, whole))] = "a buffer registered with persistent=False"
+        if any(p.grad is not None for p in module.parameters()):
+            self.captured.left_out[join((*path, "(gradients)"))] = "gradients are no state between steps"
 
     def stateful(self, node: Any, path: Path) -> None:
         """An object with state_dict and load_state_dict. On load its state is filled in a copy and then given back; an
@@ -213,6 +235,7 @@ class Walker:
         if not (hasattr(node, "state_dict") and hasattr(node, "load_state_dict")):
             raise Unsupported(f"{join(path)}: {type(node).__name__} has only one of state_dict and load_state_dict")
         optimizers.check_is_no_optimizer(node, join(path))
+        check_is_no_rank_loader(node, join(path))
         state = node.state_dict()
         if self.known is not None:
             state = _fresh(state)

@@ -5,12 +5,14 @@ from __future__ import annotations
 from ckpt.adapters.capture import Known
 from ckpt.engine.opened import Opened
 from ckpt.geometry import TensorSpec
+from ckpt.state import Vocabulary
 
 
-def known_from(opened: Opened) -> Known:
-    """Tensors by each of their names, tied ones too, and the encoded values."""
+def known_from(opened: Opened, vocabulary: Vocabulary | None = None) -> Known:
+    """Tensors by each of their names, tied ones too, and the encoded values. vocabulary: whose padding may be left
+    behind."""
     tensors = {t.name: t for t in opened.manifest.catalogue.tensors}
     for name, kept in opened.manifest.aliases.items():
         t = tensors[kept]
         tensors[name] = TensorSpec(name, t.shape, t.dtype, t.itemsize, t.stack)
-    return Known(tensors, opened.manifest.values)
+    return Known(tensors, opened.manifest.values, vocabulary)

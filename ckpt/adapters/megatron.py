@@ -27,6 +27,16 @@ def is_megatron(module: nn.Module) -> bool:
     return hasattr(unwrap(module), "sharded_state_dict") and "megatron.core" in sys.modules
 
 
+def are_chunks(node: object) -> bool:
+    """Whether a list or tuple is one model as Megatron's `get_model` gives it: a module alone, or the chunks of
+    interleaved pipeline stages, each of which knows its own `vp_stage`. They have one name: Megatron's keys and offsets
+    are those of the whole model, so that no layout enters the names."""
+    if not isinstance(node, list | tuple) or not all(isinstance(x, nn.Module) and is_megatron(x) for x in node):
+        return False
+    stages = [getattr(unwrap(x), "vp_stage", None) for x in node]
+    return len(node) == 1 or (len(node) > 1 and stages == list(range(len(node))))
+
+
 def unwrap(module: nn.Module) -> nn.Module:
     """The module inside Megatron's wrappers."""
     while type(module).__module__.startswith("megatron.core") and isinstance(
@@ -106,8 +116,12 @@ def _factory_placement(factory: Any, where: str) -> tuple[Placement, torch.Tenso
 
 def _view_box(base: torch.Tensor, view: torch.Tensor, where: str) -> Box:
     """Which box of a contiguous tensor a narrowed view of it is."""
-    if not base.is_contiguous() or view.stride() != base.stride() or view.dim() != base.dim():
-        raise Unsupported(f"{where}: a piece of a factory is not a plain part of the parameter")
+    same = view.untyped_storage().data_ptr() == base.untyped_storage().data_ptr()
+    if not (same and base.is_contiguous()) or view.stride() != base.stride() or view.dim() != base.dim():
+        raise Unsupported(
+            f"{where}: a piece that its factory makes is not a plain part of the parameter in memory (transposed or "
+            "copied, as by the legacy GroupedMLP); use SequentialMLP, or declare it with ckpt.ShardedTensor"
+        )
     rest = int(view.storage_offset()) - int(base.storage_offset())
     offset = []
     for stride in base.stride():

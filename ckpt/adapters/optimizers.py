@@ -48,6 +48,7 @@ def capture_groups(
     """Captures state and options of an optimizer's groups. named: by id, what each of its tensors stands for;
     leave_out: keys of groups that are no state."""
     groups = []
+    walker.captured.optimizers.append(optimizer)
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             if id(parameter) not in named:
@@ -166,7 +167,7 @@ def _tensor(walker: Walker, value: torch.Tensor, parameter: torch.Tensor, named:
         walker.tensor(local, at, named.placement)
     elif value.dim() == 0:
         local = value.to_local() if dtensors.is_dtensor(value) else value  # type: ignore[attr-defined]
-        walker.tensor(local, at, named.placement.per_layer())
+        walker.tensor(local, at, named.placement.per_layer(join(at)))
     elif named.placement.stack == 0 and not dtensors.is_dtensor(parameter) and _is_whole(named):
         walker.tensor(value, at)
     else:
@@ -209,7 +210,7 @@ def _saved_tensors(
     """(key, shape, dtype) of a parameter's state tensors in the checkpoint; the shape is the stacked one, also where
     the checkpoint keeps the slices apart."""
     for key, name in _below(known.tensors_below, prefix):
-        yield key, known.tensors[name].shape, torch_dtype(known.tensors[name].dtype)
+        yield key, known.shape_here(name, named.placement.shape), torch_dtype(known.tensors[name].dtype)
     stacked = named.placement.stacked_at
     for key, name in _below(known.tensors_below, prefix, depth=1 + len(stacked)):
         if stacked and name == join((*prefix, key, *stacked)):

@@ -49,10 +49,20 @@ class Placement:
         """Index along the stacking axes: where a quantity that each layer has one of belongs."""
         return self.parts[0][0].offset[: self.stack] if self.parts else ()
 
-    def per_layer(self) -> Placement:
-        """Placement of a 0-dim tensor that each stacked layer has one of (an optimizer's step counter, say)."""
-        at = self.stacked_at
-        return Placement(self.shape[: self.stack], self.stack, ((Box(at, (1,) * len(at)), Box((), ())),))
+    def per_layer(self, where: str) -> Placement:
+        """Placement of a 0-dim tensor that each stacked layer has one of (an optimizer's step counter, say): nowhere
+        for a local tensor without any part of a stack.
+
+        Raises Unsupported for a local tensor with parts of several layers, each of which would need one of its own."""
+        leads = [Box(box.offset[: self.stack], box.extent[: self.stack]) for box, _ in self.parts]
+        layers = {at for lead in leads for at in lead.indices()} if self.stack else {()}
+        if len(layers) > 1:
+            raise Unsupported(
+                f"{where}: one number for {len(layers)} slices of a stack; make each slice a parameter of its own, or "
+                "declare the tensor with stack=0 on every layout"
+            )
+        parts = tuple((Box(at, (1,) * len(at)), Box((), ())) for at in layers)
+        return Placement(self.shape[: self.stack], self.stack, parts)
 
 
 def plain_bits(tensor: torch.Tensor, where: str) -> torch.Tensor:

@@ -19,6 +19,17 @@ _GENERATORS = (
 )
 
 
+def check_is_no_rank_loader(node: object, where: str) -> None:
+    """Refuses a loader or data set of these libraries that stands in a state by itself: its state is one rank's, and
+    says so nowhere. Equal counts on all ranks would pass as one state, and load on any number of ranks."""
+    if {kind.__module__.partition(".")[0] for kind in type(node).__mro__} & {"torchdata", "datasets"}:
+        raise Unsupported(
+            f"{where}: what a {type(node).__name__} keeps is one data-parallel rank's place in its own share of the "
+            "data; put a ckpt.data.TorchdataCursor or HuggingFaceCursor of it into the state, or its state_dict in "
+            "ckpt.per_rank(), or use ckpt.data.GlobalLoader"
+        )
+
+
 class RankCursor(ABC):
     """The state of a loader that each data-parallel rank has its own of.
 

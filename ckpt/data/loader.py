@@ -68,8 +68,9 @@ class GlobalLoader:
     Only `mark_consumed` moves the cursor: what workers prefetch, and what has been handed out but not marked, counts as
     not trained on, and a run that resumes from a state saved meanwhile gets it again. Asking for the next global batch,
     or a new iteration, without it raises CkptError, so that a forgotten call is noticed; `rewind` gives up what was
-    handed out. Iterating ends with the epoch for epoch_end="drop" and never for "wrap". After a load into the cursor a
-    running iteration raises CkptError: begin a new one.
+    handed out. With ahead=True further batches may be asked for before that, as frameworks do that fetch ahead; what is
+    not marked is then given again by a new iteration. Iterating ends with the epoch for epoch_end="drop" and never for
+    "wrap". After a load into the cursor a running iteration raises CkptError: begin a new one.
 
     dataset: map-style, of the size that the cursor says. rank, world: the data-parallel ones; ranks that share a batch
     (tensor, pipeline or context parallel ones) pass the same. micro_batch: samples in a microbatch; by default a rank's
@@ -97,6 +98,7 @@ class GlobalLoader:
         collate_fn: Callable[[list[Any]], Any] | None = None,
         *,
         seed_items: bool = True,
+        ahead: bool = False,
         **options: Any,
     ) -> None:
         taken = [name for name in _OWN if name in options]
@@ -108,7 +110,7 @@ class GlobalLoader:
         source: Any = SeededItems(dataset, cursor.seed) if seed_items else dataset
         if num_workers:
             options.setdefault("multiprocessing_context", "spawn")
-        self.cursor = cursor
+        self.cursor, self.ahead = cursor, ahead
         self._sampler = GlobalSampler(cursor, rank, world, micro_batch, numbered=seed_items)
         self._loader: DataLoader[Any] = DataLoader(
             source,
@@ -118,7 +120,7 @@ class GlobalLoader:
             generator=torch.Generator(),
             **options,
         )
-        self._handed = 0  # microbatches of the current global batch that were handed out
+        self._handed = 0  # microbatches that were handed out and not marked
         self._moves = cursor.moves  # as this loader left the cursor
         self._iteration = 0
 
@@ -130,7 +132,7 @@ class GlobalLoader:
     @property
     def complete(self) -> bool:
         """Whether all microbatches of the current global batch have been handed out, and are not yet marked."""
-        return self._handed == self.micro_batches and self._moves == self.cursor.moves
+        return self._handed >= self.micro_batches and self._moves == self.cursor.moves
 
     def mark_consumed(self) -> None:
         """Counts the global batch that was handed out as trained on: call it once for each optimizer step.
@@ -144,7 +146,7 @@ class GlobalLoader:
                 f"{self._where()} have been handed out; call it after the last one, once for each global batch"
             )
         self.cursor.advance()
-        self._handed, self._moves = 0, self.cursor.moves
+        self._handed, self._moves = self._handed - self.micro_batches, self.cursor.moves
 
     def rewind(self) -> None:
         """Gives up what was handed out and not marked, and the running iteration: the next one begins at the cursor."""
@@ -173,7 +175,7 @@ class GlobalLoader:
             yield batch
 
     def _require_marked(self, marked: bool, event: str) -> None:
-        if not marked:
+        if not marked and not self.ahead:
             raise CkptError(
                 f"{self._handed} of {self.micro_batches} microbatches of the global batch at {self._where()} were "
                 f"handed out and not marked as trained on when {event}; call loader.mark_consumed() after each "

@@ -1,43 +1,42 @@
-"""How the ranks of one job talk about a checkpoint, and how they fail together.
-
-A gloo group of its own, which torch.distributed does not list: the training group is never used. Every wait is bounded
-and watches for the failure of another rank, so that a rank that raises or dies hangs nobody.
-
-Two kinds of failure. An error inside a `phase` is agreed on by all ranks, which stay in step: all raise, and the next
-operation may succeed. Anything else (a death, a time-out, an interrupt in a wait, an error between phases) breaks the
-group for good: whoever notices tells the others through the rendezvous store and closes its connections.
+"""The ranks of a training job as a group of their own over gloo, which torch.distributed does not list: the training
+group is never used. Every wait is bounded and watches for the failure of another rank, so that a rank that raises or
+dies hangs nobody.
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
-from ckpt import errors
-from ckpt.errors import CkptError, RankFailed
+from ckpt.engine.group import Group
+from ckpt.errors import RankFailed
 from ckpt.state.values import canonical_json, parse_json
 
 _GRACE = 3.0  # seconds in which every living rank is expected to notice a failure
 
 
-class Comm:
-    """One rank's end. All methods but `close` are collective; none may be called from two threads at once.
+@dataclass(frozen=True)
+class Ticket:
+    """Flags on their way to and from all ranks."""
 
-    Once the group is broken every later call raises RankFailed.
-    """
+    told: torch.Tensor
+    work: dist.Work | None
+
+
+class Comm(Group):
+    """A job's ranks, found through torch.distributed."""
 
     def __init__(self, process_group: dist.ProcessGroup | None = None, timeout: float = 600.0) -> None:
         """Collective over `process_group` (the default group if None); a job of one rank where torch.distributed is
         not initialised. timeout: seconds that any one wait may take."""
-        self.rank, self.world, self.timeout = 0, 1, timeout
-        self._broken: str | None = None
-        self._agreed = self._in_phase = self._closed = False
+        super().__init__(0, 1, timeout)
         self._group: Any = None  # a ProcessGroupGloo that nothing else keeps: letting it go closes its connections
         self._work: dist.Work | None = None
         if not (dist.is_available() and dist.is_initialized()):
@@ -55,62 +54,17 @@ class Comm:
         rendezvous = dist.PrefixStore("gloo", self._store)
         self._group = dist.ProcessGroupGloo(rendezvous, self.rank, self.world, timedelta(seconds=timeout))
 
-    @property
-    def broken(self) -> bool:
-        """Whether the group has failed and can no longer be used."""
-        return self._broken is not None
-
     def close(self) -> None:
         """Not collective; may be called twice. Frees the group; a wait that cannot end is left to the process's end."""
         self._let_go()
         self._closed = True
 
-    @contextlib.contextmanager
-    def operation(self, what: str) -> Iterator[None]:
-        """Around a whole collective operation. An error that was not agreed on in a phase leaves this rank out of step
-        with the others: they are told of it, fail at once, and the group is broken."""
-        self._agreed = False
-        try:
-            yield
-        except BaseException as error:
-            if self._group is not None and not self._agreed and self._broken is None:
-                with contextlib.suppress(Exception):
-                    self._tell(f"failed during {what}: {type(error).__name__}: {error}")
-                self._broken = f"{what}: this rank failed alone: {type(error).__name__}: {error}; restart the job"
-                self._let_go()
-            raise
-
-    @contextlib.contextmanager
-    def phase(self, what: str) -> Iterator[None]:
-        """Runs its body on every rank and then agrees: if it raised on any rank, all ranks raise. The body is local
-        work: it holds no collectives, so that a rank that leaves it early stays in step. The rank that failed raises
-        its own error, the others one of the same kind that names the rank."""
-        self._check()
-        self._in_phase = True
-        try:
-            yield
-        except BaseException as error:
-            self._in_phase = False
-            with contextlib.suppress(RankFailed):  # where the group breaks meanwhile, this rank's error says more
-                self._agree(what, error)
-            raise
-        finally:
-            self._in_phase = False
-        self._agree(what, None)
-
-    def _agree(self, what: str, error: BaseException | None) -> None:
-        mine = b"" if error is None else canonical_json([_kind(error), type(error).__name__, str(error)])
-        failures = {r: parse_json(d, f"rank {r}") for r, d in enumerate(self.all_gather(mine, what)) if d}
-        self._agreed = bool(failures)
-        if not failures or error is not None:
-            return
-        rank = min(failures)
-        kind, name, message = failures[rank]
-        shown = message if kind == name else f"{name}: {message}"
-        raise getattr(errors, kind)(f"rank {rank} failed during {what}: {shown}")
+    def _abandon(self, said: str) -> None:
+        with contextlib.suppress(Exception):
+            self._tell(said)
+        self._let_go()
 
     def all_gather(self, data: bytes, what: str) -> list[bytes]:
-        """Everybody's bytes, by rank."""
         if self._group is None:
             self._check()
             return [data]
@@ -127,7 +81,6 @@ class Comm:
         return [f[: int(n)].numpy().tobytes() for f, n in zip(found, sizes, strict=True)]
 
     def broadcast(self, data: bytes | None, what: str) -> bytes:
-        """Rank 0's bytes; the others give None."""
         if self._group is None:
             self._check()
             return data or b""
@@ -148,16 +101,31 @@ class Comm:
         received: Sequence[int],
         what: str,
     ) -> None:
-        """All to all: `sent[r]` bytes of `send` (uint8, in rank order) go to rank r, `received[r]` bytes come back."""
         if self._group is None:
             self._check()
             return
         self._wait(lambda: self._group.alltoall_base(receive, send, list(received), list(sent)), what)
 
+    def start_any(self, flags: Sequence[bool]) -> Ticket:
+        """Tells all ranks of some flags without waiting for them. Collective, as is `finish_any` after it."""
+        told = torch.tensor(flags, dtype=torch.uint8)
+        if self._group is None:
+            self._check()
+            return Ticket(told, None)
+        self._check_wait("tell")
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
+        return Ticket(told, self._group.allreduce([told], options))
+
+    def finish_any(self, ticket: Ticket, what: str) -> list[bool]:
+        """Which of the flags any rank had told."""
+        work = ticket.work
+        if work is not None:
+            self._wait(lambda: work, what)
+        return [bool(flag) for flag in ticket.told]
+
     def _wait(self, begin: Callable[[], dist.Work], what: str) -> None:
-        self._check()
-        if self._in_phase:
-            raise AssertionError(f"{what}: a collective inside the body of a phase")
+        self._check_wait(what)
         deadline = time.monotonic() + self.timeout
         pause, next_look = 0.0, time.monotonic() + 0.1
         try:
@@ -213,15 +181,3 @@ class Comm:
         under way, which closing would sit out."""
         if self._group is not None and (self._work is None or self._work.is_completed()):
             self._group = self._work = None
-
-    def _check(self) -> None:
-        if self._broken is not None:
-            raise RankFailed(f"an earlier operation failed and the ranks are out of step: {self._broken}")
-        if self._closed:
-            raise CkptError("this Checkpointer is closed; make a new one")
-
-
-def _kind(error: BaseException) -> str:
-    """The kind of ckpt's errors that an error is; RankFailed for any other, since that is what it is to the others."""
-    kinds = (c.__name__ for c in type(error).__mro__ if c.__module__ == errors.__name__)
-    return next(kinds, RankFailed.__name__)

@@ -15,6 +15,12 @@ A point does nothing unless a test passes an action in. The points, in order:
     load.read       this rank has read its first unit, nothing placed yet
     load.placed     all tensors are placed, not verified
     load.verified   tensors are verified, values not applied
+
+and of a state at rest that is written as a step (`ckpt.engine.stream`), before those of the commit:
+
+    stream.object   the write of an object has started
+    stream.piece    the record of a piece is there
+    stream.receipts all receipts are there
 """
 
 from __future__ import annotations
@@ -36,6 +42,9 @@ POINTS = (
     "load.read",
     "load.placed",
     "load.verified",
+    "stream.object",
+    "stream.piece",
+    "stream.receipts",
 )
 
 FaultPoint: TypeAlias = Callable[[str], None]

@@ -7,20 +7,21 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
-from ckpt.engine.comm import Comm
 from ckpt.engine.digests import Held, digests_of, held_document, parse_held
+from ckpt.engine.group import Group
 from ckpt.engine.merge import declare_tensors, union_of
 from ckpt.engine.mover import held_parts
 from ckpt.engine.opened import Opened
-from ckpt.engine.target import Options, Target, apply_casts, match, match_groups, matches, wanted_by_all
+from ckpt.engine.target import Options, Target, finish, match, match_groups, matches, wanted_by_all
 from ckpt.errors import CorruptCheckpoint, StateInvalid, StateMismatch
-from ckpt.geometry import Box, Catalogue, Holdings
+from ckpt.geometry import Box, Catalogue, Holdings, Layout
 from ckpt.state.captured import Captured, LocalTensor
 from ckpt.state.groups import declare
+from ckpt.state.streams import Streams
 from ckpt.state.values import canonical_json, decode, parse_json
 from ckpt.store.commit import held_digests
 from ckpt.store.records import Manifest
@@ -31,13 +32,15 @@ Copy = tuple[torch.Tensor, torch.Tensor]
 @dataclass
 class Filling:
     """One state about to be filled. `wanted`: what the whole job wants, by index into the manifest's catalogue; `fill`:
-    this rank's shards by the same index; `values`: all plain values to be put back."""
+    this rank's shards by the same index; `values`: all plain values to be put back, of which `rederived` are random
+    streams that were made anew."""
 
     captured: Captured
     target: Target
     wanted: dict[int, Holdings]
     fill: Mapping[int, Sequence[LocalTensor]]
     values: dict[str, Any]
+    rederived: tuple[str, ...] = ()
 
     def places(self, tensor: int, box: Box, elements: torch.Tensor) -> list[Copy]:
         """Where the elements of a box go on this rank: (live memory, its part of the elements)."""
@@ -49,7 +52,7 @@ class Filling:
 
 
 def prepare(
-    comm: Comm,
+    comm: Group,
     opened: Opened,
     capture: Callable[[Opened], Captured],
     options: Options,
@@ -62,7 +65,8 @@ def prepare(
         captured = capture(opened)
         target = match(captured, opened, options, comm.rank)
         values = {n: decode(v, n) for n, v in opened.manifest.values.items()}
-        values |= _own_values(captured, opened, options, comm, layout)
+        own, rederived = _own_values(captured, opened, options, comm, layout)
+        values |= own
         stored = {t.name: t for t in opened.manifest.catalogue.tensors}
         kept = Captured()
         for name, tensors in target.tensors.items():
@@ -78,36 +82,57 @@ def prepare(
         names |= match_groups(captured, [one[2] for one in named], opened, options)
         wanted = wanted_by_all(union_of(declared), opened, names, tied, options)
     index = {t.name: i for i, t in enumerate(opened.manifest.catalogue.tensors)}
-    return Filling(captured, target, wanted, {index[n]: tensors for n, tensors in target.tensors.items()}, values)
+    fill = {index[n]: tensors for n, tensors in target.tensors.items()}
+    return Filling(captured, target, wanted, fill, values, rederived)
 
 
 def _own_values(
-    captured: Captured, opened: Opened, options: Options, comm: Comm, layout: dict[str, Any] | None
-) -> dict[str, Any]:
-    """The plain values that belong to this rank alone: only ever from the same rank of the same layout."""
+    captured: Captured, opened: Opened, options: Options, comm: Group, layout: dict[str, Any] | None
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The plain values that belong to this rank alone: those of the same rank of the same layout, or random streams
+    that go on here or are made anew; and the names of the latter."""
     everybody = {n for one in opened.ranks for n in one}
-    same = opened.run.get("layout") == layout and len(opened.ranks) == comm.world
-    mine = opened.ranks[comm.rank] if same else {}
-    kept = sorted(n for n in (mine if same else everybody) if not matches(n, options.allow_extra))
+    rederived: list[str] = []
+    if opened.run.get("layout") == layout and len(opened.ranks) == comm.world:
+        saved = opened.ranks[comm.rank]
+        mine = {n: decode(saved[n], n) for n in captured.per_rank if n in saved}
+        left = saved.keys() - mine.keys()
+    else:
+        mine = {}
+        for name in sorted(captured.per_rank.keys() & everybody):
+            if name not in captured.streams:
+                _refuse_elsewhere(name, opened, layout, comm.world)
+            mine[name], made = _streams(captured, opened, layout, name).of(comm.rank)
+            rederived += [name] * made
+        for name in sorted(n for n in everybody - mine.keys() if not matches(n, options.allow_extra)):
+            _refuse_elsewhere(name, opened, layout, comm.world)
+        left = set()
     absent = [n for n in captured.per_rank if n not in mine and not matches(n, options.allow_missing)]
-    if not same and (kept or any(n in everybody for n in absent)):
-        raise StateMismatch(
-            f"{(kept or absent)[0]}: kept per rank under layout {opened.run.get('layout')} of {len(opened.ranks)} "
-            f"ranks; it has no meaning on layout {layout} of {comm.world} ranks: load on the saved layout, or leave it "
-            "out of the state and use allow_extra=[...]"
-        )
     if absent:
         raise StateMismatch(
             f"rank {comm.rank}: the checkpoint has no per-rank {absent[0]}; allow_missing=[...] keeps what the state "
             "holds"
         )
-    extra = [n for n in kept if n not in captured.per_rank]
+    extra = sorted(n for n in left if not matches(n, options.allow_extra))
     if extra:
         raise StateMismatch(
             f"rank {comm.rank}: the checkpoint holds per-rank {extra[0]}, which the state has not; allow_extra=[...] "
             "leaves it out"
         )
-    return {n: decode(mine[n], n) for n in captured.per_rank if n in mine}
+    return mine, tuple(rederived)
+
+
+def _streams(captured: Captured, opened: Opened, layout: dict[str, Any] | None, name: str) -> Streams:
+    before, now = (None if d is None else Layout(**d) for d in (opened.run.get("layout"), layout))
+    return Streams(name, captured.streams[name], [one.get(name) for one in opened.ranks], before, now)
+
+
+def _refuse_elsewhere(name: str, opened: Opened, layout: dict[str, Any] | None, world: int) -> NoReturn:
+    raise StateMismatch(
+        f"{name}: kept per rank under layout {opened.run.get('layout')} of {len(opened.ranks)} ranks; it has no "
+        f"meaning on layout {layout} of {world} ranks: load on the saved layout, or leave it out of the state and use "
+        "allow_extra=[...]"
+    )
 
 
 @contextlib.contextmanager
@@ -139,20 +164,21 @@ def _copies(target: Target) -> list[Copy]:
     """Every live view that will be written, with a copy of what it holds now."""
     views = [s.view for tensors in target.tensors.values() for t in tensors for s in t.shards]
     views += [s.view for tensor, _ in target.casts for s in tensor.shards]
+    views += [view for pads in target.pads.values() for view in pads]
     return [(v, v.clone()) for v in views]
 
 
-def apply(comm: Comm, filling: Filling, begin_to_apply: Callable[[], None], what: str) -> None:
-    """Collective. Casts what was filled as stored into place, then puts all plain values back."""
+def apply(comm: Group, filling: Filling, begin_to_apply: Callable[[], None], what: str) -> None:
+    """Collective. Casts what was filled as stored into place and clears padding, then puts all plain values back."""
     with comm.phase(f"{what}: cast"):
-        apply_casts(filling.target)
+        finish(filling.target)
     with comm.phase(f"{what}: apply values"):
         begin_to_apply()
         for one in filling.captured.appliers:
             one(filling.values)
 
 
-def verify(comm: Comm, manifest: Manifest, filling: Filling, what: str, blame: str) -> None:
+def verify(comm: Group, manifest: Manifest, filling: Filling, what: str, blame: str) -> None:
     """Collective. Digests every live box, compares replicas, and compares each tensor's sum with the manifest.
 
     Raises CorruptCheckpoint naming the tensor, with `blame`: what may have gone wrong, and the remedy."""

@@ -15,15 +15,16 @@ from ckpt.engine import fill
 from ckpt.engine.fill import Filling
 from ckpt.engine.merge import compare_plans
 from ckpt.engine.mover import Move, Mover, part_of, read_moves
-from ckpt.engine.opened import OLDER, Opened, check_objects
-from ckpt.engine.session import Buffers, Phases, Session
+from ckpt.engine.opened import Opened, check_objects
+from ckpt.engine.session import Buffers, Done, Phases, Session
 from ckpt.engine.target import Options
 from ckpt.errors import CorruptCheckpoint, StoreError
 from ckpt.geometry import Catalogue, Plan, Unit, read_plan
 from ckpt.native.copies import copy_boxes
 from ckpt.state.captured import Captured
 from ckpt.state.dtypes import opaque
-from ckpt.store.arrays import Arrays, read_error
+from ckpt.store.arrays import Arrays
+from ckpt.store.remedies import OLDER
 
 _BLAME = "stored bytes were swapped, or memory or the exchange is faulty; load again, or an older step"
 _REMEDY = "load again, or an older step, before training or saving"
@@ -32,7 +33,8 @@ _AGREE_EVERY = 8  # rounds between two looks at whether some rank has failed
 
 @dataclass(frozen=True)
 class Loaded:
-    """Outcome of a load: bytes of the whole state as stored, tensors and values loaded, seconds, also per phase."""
+    """Outcome of a load: bytes of the whole state as stored, tensors and values loaded, seconds, also per phase;
+    rederived: this rank's random streams that were made anew."""
 
     bytes: int
     tensors: int
@@ -41,6 +43,7 @@ class Loaded:
     seconds: float
     phases: dict[str, float]
     plan: str
+    rederived: tuple[str, ...]
 
 
 @dataclass
@@ -98,6 +101,7 @@ def load(
         phases.total,
         phases.seconds,
         job.plan.summary(),
+        filling.rederived,
     )
 
 
@@ -116,7 +120,7 @@ def _read(job: _Job) -> None:
     session, catalogue = job.session, job.opened.manifest.catalogue
     arrays = Arrays(session.kvstore, job.opened.prefix + "state/", catalogue, session.context)
     mover = Mover(session.comm, [t.itemsize for t in catalogue.tensors])
-    staging = Buffers()
+    staging, done = Buffers(), Done(session, job.plan)
     failure: BaseException | None = None
     ahead: dict[int, Any] = {}
     for number, units in enumerate(job.plan.rounds):
@@ -126,6 +130,7 @@ def _read(job: _Job) -> None:
                 begun = ahead if number else _start(job, arrays, units)
                 for n, future in begun.items():
                     buffers[n] = _finish(job, arrays, staging, units[n], future)
+                    done.add(units[n].nbytes)
                 if number == 0 and buffers:
                     session.faults("load.read")
                 last = number + 1 == len(job.plan.rounds)
@@ -185,7 +190,7 @@ def _finish(job: _Job, arrays: Arrays, staging: Buffers, unit: Unit, begun: Any)
         try:
             return _opaque(begun.result(), array.itemsize)
         except Exception as error:
-            raise read_error(error, where) from error
+            raise arrays.read_error(error, where) from error
     buffer = staging.take(unit.nbytes).view(opaque(array.itemsize)).reshape(unit.box.extent)
     try:
         begun.decode(array.grid, unit.box, buffer.numpy())

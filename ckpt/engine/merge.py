@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ckpt.engine.comm import Comm
+from ckpt.engine.group import Group
 from ckpt.errors import RankFailed, StateMismatch
 from ckpt.geometry import Box, Catalogue, Holdings, TensorSpec
 from ckpt.geometry.box import Index
@@ -70,7 +70,7 @@ class Declared:
 
 
 def declare_all(
-    comm: Comm,
+    comm: Group,
     captured: Captured,
     what: str,
     step: int | None = None,
@@ -101,7 +101,7 @@ def declare_all(
     return Declared(tensors, values, per_rank)
 
 
-def compare_plans(comm: Comm, digest: str, what: str) -> None:
+def compare_plans(comm: Group, digest: str, what: str) -> None:
     """Collective. Raises RankFailed where two ranks have made different plans."""
     for rank, other in enumerate(comm.all_gather(digest.encode(), f"{what}: compare plans")):
         if other.decode() != digest:

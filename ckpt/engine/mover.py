@@ -9,7 +9,7 @@ from typing import Protocol, TypeVar
 
 import torch
 
-from ckpt.engine.comm import Comm
+from ckpt.engine.group import Group
 from ckpt.geometry import Box, Link, Unit
 from ckpt.native.copies import copy_boxes
 from ckpt.state.captured import LocalTensor, Shard
@@ -71,7 +71,7 @@ def read_moves(units: Sequence[Unit]) -> list[Move]:
 class Mover:
     """Exchanges the moves of a round; keeps its buffers from one round to the next."""
 
-    def __init__(self, comm: Comm, itemsizes: Sequence[int]) -> None:
+    def __init__(self, comm: Group, itemsizes: Sequence[int]) -> None:
         """itemsizes: bytes per element of each tensor of the catalogue."""
         self._comm, self._itemsizes = comm, itemsizes
         self._send = self._receive = torch.empty(0, dtype=torch.uint8)

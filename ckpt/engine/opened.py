@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpt.engine.session import Session
-from ckpt.errors import CkptError, CorruptCheckpoint
+from ckpt.errors import CorruptCheckpoint, NothingCommitted
 from ckpt.state.values import Json, canonical_json, parse_json
 from ckpt.store.arrays import expected_objects, metadata_objects
-from ckpt.store.log import History, Record, check_format
+from ckpt.store.log import Record, check_format
 from ckpt.store.objects import NotFound
-from ckpt.store.records import Manifest, attempt_prefix, sha256
+from ckpt.store.records import PINNED, Manifest, attempt_prefix, pinned
+from ckpt.store.remedies import OLDER
 
 
 @dataclass(frozen=True)
@@ -29,8 +30,8 @@ class Opened:
         return attempt_prefix(self.record.claim, self.record.attempt)
 
 
-def open_commit(session: Session, record: Record | None) -> Opened:
-    """Collective. Rank 0 gives the commit (the others None) and reads its records; every rank checks and parses them.
+def open_commit(session: Session, record: Record) -> Opened:
+    """Collective. Opens a commit, the same on every rank: rank 0 reads its records; every rank checks and parses them.
 
     Raises CorruptCheckpoint where a record is missing or not the one that the commit pins.
     """
@@ -38,38 +39,20 @@ def open_commit(session: Session, record: Record | None) -> Opened:
     packet: list[bytes] = []
     with comm.phase("load: read manifests"):
         if comm.rank == 0:
-            assert record is not None
-            packet = _read_records(session, record)
-            packet.insert(0, canonical_json([record.number, record.document]))
-    parts = [comm.broadcast(packet[i] if packet else None, "load: manifests") for i in range(4)]
+            check_format(record.document, f"{session.store.url}/log record {record.number}")
+            packet = [pinned(session.store, record, name) for name in PINNED]
+    parts = [comm.broadcast(packet[i] if packet else None, "load: manifests") for i in range(len(PINNED))]
     with comm.phase("load: check manifests"):
-        number, document = parse_json(parts[0], "commit record")
-        where = f"{session.store.url}/{attempt_prefix(document['claim'], document['attempt'])}"
-        manifest = Manifest.parse(parts[1], where + "manifest.json")
-        if manifest.state_id != document["state_id"]:
+        where = f"{session.store.url}/{attempt_prefix(record.claim, record.attempt)}"
+        manifest = Manifest.parse(parts[0], where + "manifest.json")
+        if manifest.state_id != record.document["state_id"]:
             raise CorruptCheckpoint(f"{where}manifest.json: its state id is not the committed one")
-        ranks = parse_json(parts[2], where + "ranks/manifest.json")
-        run = parse_json(parts[3], where + "run.json")
+        ranks = parse_json(parts[1], where + "ranks/manifest.json")
+        run = parse_json(parts[2], where + "run.json")
         for name, one in (("ranks/manifest.json", ranks), ("run.json", run)):
             check_format(one, where + name)
-        opened = Opened(Record(number, document), manifest, ranks["ranks"], run)
+        opened = Opened(record, manifest, ranks["ranks"], run)
     return opened
-
-
-def _read_records(session: Session, record: Record) -> list[bytes]:
-    prefix = attempt_prefix(record.claim, record.attempt)
-    check_format(record.document, f"{session.store.url}/log record {record.number}")
-    found = []
-    for key, pinned in (("manifest.json", "manifest"), ("ranks/manifest.json", "ranks"), ("run.json", "run")):
-        where = f"{session.store.url}/{prefix}{key}"
-        try:
-            data = session.store.get(prefix + key)
-        except NotFound:
-            raise CorruptCheckpoint(f"{where}: missing, though step {record.step} is committed; {OLDER}") from None
-        if sha256(data) != record.document[pinned]:
-            raise CorruptCheckpoint(f"{where}: not the bytes that the commit of step {record.step} pins; {OLDER}")
-        found.append(data)
-    return found
 
 
 def check_objects(session: Session, opened: Opened) -> None:
@@ -97,16 +80,20 @@ def check_objects(session: Session, opened: Opened) -> None:
                 )
 
 
-OLDER = "restore the file, or load an older step"
+def pick(session: Session, step: int | None) -> Record | None:
+    """Collective: the commit to load, the same on every rank: the newest of the lineage, or the newest of it with this
+    step. None for an empty log.
 
-
-def pick(history: History, step: int | None, url: str) -> Record | None:
-    """The commit to load: the newest of the lineage, or the newest of it with this step. None for an empty log.
-
-    Raises CkptError naming the steps there are when `step` is not among them.
+    Raises NothingCommitted naming the steps there are when `step` is not among them.
     """
-    record = history.newest(step)
-    if record is None and step is not None:
-        steps = sorted({r.step for r in history.lineage()})
-        raise CkptError(f"{url}: no committed step {step}; there are {steps or 'none'}")
-    return record
+    found: bytes | None = None
+    with session.comm.phase("load: pick a step"):
+        if session.comm.rank == 0:
+            history = session.log.read()
+            record = history.newest(step)
+            if record is None and step is not None:
+                steps = sorted({r.step for r in history.lineage()})
+                raise NothingCommitted(f"{session.store.url}: no committed step {step}; there are {steps or 'none'}")
+            found = canonical_json(record and [record.number, record.document])
+    document = parse_json(session.comm.broadcast(found, "load: pick a step"), "commit record")
+    return None if document is None else Record(*document)

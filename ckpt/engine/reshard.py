@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from ckpt.engine import fill
-from ckpt.engine.comm import Comm
 from ckpt.engine.digests import digests_of, held_document, parse_held
 from ckpt.engine.fill import Filling
+from ckpt.engine.group import Group
 from ckpt.engine.merge import Union, check_cover, compare_plans, declare_all, union_of
 from ckpt.engine.mover import Mover, gather_box
 from ckpt.engine.opened import Opened
@@ -46,7 +46,7 @@ class Resharded:
 
 
 def reshard(
-    comm: Comm,
+    comm: Group,
     source: Captured,
     capture: Callable[[Opened], Captured],
     options: Options,
@@ -83,7 +83,7 @@ def reshard(
     )
 
 
-def _declare(comm: Comm, source: Captured) -> tuple[Union, dict[str, Json]]:
+def _declare(comm: Group, source: Captured) -> tuple[Union, dict[str, Json]]:
     with comm.phase("reshard: capture"):
         if source.per_rank:
             raise Unsupported(
@@ -97,7 +97,7 @@ def _declare(comm: Comm, source: Captured) -> tuple[Union, dict[str, Json]]:
     return union, declared.values
 
 
-def _open(comm: Comm, source: Captured, union: Union, values: dict[str, Json]) -> Opened:
+def _open(comm: Group, source: Captured, union: Union, values: dict[str, Json]) -> Opened:
     """The source as a loader sees a checkpoint: a manifest with fingerprints, its replicas compared."""
     with comm.phase("reshard: digest"):
         document = held_document(digests_of(source))
@@ -109,7 +109,7 @@ def _open(comm: Comm, source: Captured, union: Union, values: dict[str, Json]) -
     return Opened(Record(0, {}), manifest, [{} for _ in range(comm.world)], {"layout": None})
 
 
-def _plan(comm: Comm, source: Captured, union: Union, filling: Filling, budget: int) -> ExchangePlan:
+def _plan(comm: Group, source: Captured, union: Union, filling: Filling, budget: int) -> ExchangePlan:
     with comm.phase("reshard: plan"):
         views = [(name, s.view) for name, t in source.tensors.items() for s in t.shards]
         check_disjoint([(f"source {name}", view) for name, view in views] + _target_views(filling))
@@ -124,7 +124,7 @@ def _target_views(filling: Filling) -> list[tuple[str, torch.Tensor]]:
     return [(f"target {name}", s.view) for name, places in tensors.items() for t in places for s in t.shards]
 
 
-def _exchange(comm: Comm, source: Captured, union: Union, filling: Filling, plan: ExchangePlan) -> None:
+def _exchange(comm: Group, source: Captured, union: Union, filling: Filling, plan: ExchangePlan) -> None:
     """What stays on its rank is copied at once, the rest round by round."""
     catalogue = union.catalogue
 

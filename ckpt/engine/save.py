@@ -12,42 +12,38 @@ import platform
 import secrets
 import socket
 import time
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
-import tensorstore as ts
 import torch
 
+from ckpt.engine.contents import Contents
 from ckpt.engine.digests import Held, digests_of, held_document, parse_held
 from ckpt.engine.merge import Union, check_cover, declare_all, partial_stacks, union_of
-from ckpt.engine.mover import Move, Mover, by_unit, gather_box, held_parts, part_of, write_moves
-from ckpt.engine.session import Buffers, InFlight, Phases, Session
+from ckpt.engine.session import Phases, Session
+from ckpt.engine.writing import Job, write
 from ckpt.errors import CkptError, RankFailed, StateMismatch, StoreError
-from ckpt.fingerprint import ZERO, Digest, add, box_digests
-from ckpt.geometry import Box, Layout, Plan, Unit, write_plan
-from ckpt.native.copies import copy_boxes
+from ckpt.fingerprint import Digest
+from ckpt.geometry import Layout, Plan, write_plan
 from ckpt.state.captured import Captured
-from ckpt.state.dtypes import STORED, opaque
 from ckpt.state.values import Json, canonical_json, parse_json
-from ckpt.store.arrays import Arrays, metadata_objects
 from ckpt.store.commit import Sealed, assemble, held_digests, publish, void
-from ckpt.store.log import FORMAT, Record
-from ckpt.store.records import Intent, Receipt, attempt_prefix, sha256
+from ckpt.store.log import FORMAT, Record, check_fence
+from ckpt.store.records import Intent, Receipt, attempt_prefix, receipt_key, sha256
 
 
 @dataclass(frozen=True)
 class Saved:
-    """Outcome of a committed save: the commit's record, bytes of the whole state, seconds in all and per phase, and
-    what the plan moved."""
+    """Outcome of a committed save: the commit's record, bytes of the whole state, seconds in all and per phase, what
+    the plan moved, and what was captured."""
 
     record: Record
     bytes: int
     seconds: float
     phases: dict[str, float]
     plan: str
+    contents: Contents
 
 
 @dataclass
@@ -69,19 +65,6 @@ class PlanCache:
         return self._stacks[1]
 
 
-@dataclass
-class _Job:
-    """One save on this rank, as it goes through its phases."""
-
-    session: Session
-    captured: Captured
-    union: Union
-    plan: Plan
-    intent: Intent
-    per_rank: dict[str, Json]
-    prefix: str
-
-
 def save(
     session: Session,
     cache: PlanCache,
@@ -90,9 +73,14 @@ def save(
     claim: str,
     parent: int | None,
     step: int,
-    layout: Layout | None,
+    layout: Json,
+    numerics: Json = None,
+    held: Held | None = None,
 ) -> Saved:
     """Collective. Saves what all ranks captured as one step and commits it.
+
+    layout: as `layout_document` gives it. numerics: the document of the run's contract, if it has one. held: digests
+    that were taken when a staged state was captured, of all of its tensors or some.
 
     Raises StateMismatch or Unsupported with nothing written, CorruptCheckpoint where bits changed on the way, Fenced
     when another job has claimed the root, StoreError, or RankFailed. Nothing but a commit makes an attempt visible.
@@ -101,7 +89,7 @@ def save(
     with phases("plan"):
         union, plan, digest, values, per_rank = _plan(session, cache, captured, step)
     with phases("digest"):
-        held = _digest(session, captured, union)
+        held = _digest(session, captured, union, held or {})
     session.faults("save.begin")
     with phases("intent"):
         ids = comm.broadcast(secrets.token_hex(16).encode() if comm.rank == 0 else None, "save: attempt id")
@@ -116,11 +104,11 @@ def save(
             union.aliases,
             values,
         )
-        job = _Job(session, captured, union, plan, intent, per_rank, attempt_prefix(claim, intent.attempt))
-        run = _begin(job, layout)
+        job = Job(session, captured, union, plan, intent, per_rank, attempt_prefix(claim, intent.attempt))
+        run = _begin(job, {"layout": layout} | ({} if numerics is None else {"numerics": numerics}))
     try:
         with phases("write"):
-            written, objects, failure = _write(job)
+            written, objects, failure = write(job)
             with comm.phase("save: write"):
                 if failure is not None:
                     raise failure
@@ -132,7 +120,23 @@ def save(
     except BaseException as error:
         _void(job, error)
         raise
-    return Saved(record, int(record.document["bytes"]), phases.total, phases.seconds, plan.summary())
+    contents = Contents(union, list(values), list(per_rank), captured.left_out)
+    return Saved(record, int(record.document["bytes"]), phases.total, phases.seconds, plan.summary(), contents)
+
+
+def parent_of(session: Session, claim: str, base: int | None, seen: int) -> int | None:
+    """Collective: the commit that the next one follows: `base`, the last that was loaded or saved when the log had
+    `seen` records, or a later one of this job that landed although its save raised. Raises Fenced."""
+    comm = session.comm
+    found: bytes | None = None
+    with comm.phase("save: read the log"):
+        if comm.rank == 0:
+            history = session.log.read()
+            check_fence(history, claim, session.store.url)
+            landed = [r.number for r in history.records[seen:] if r.kind == "commit" and r.claim == claim]
+            found = canonical_json(landed[-1] if landed else base)
+    parent: int | None = parse_json(comm.broadcast(found, "save: parent"), "save: parent")
+    return parent
 
 
 def _plan(
@@ -159,11 +163,12 @@ def _key(declared: Sequence[bytes]) -> str:
     return sha256(b"".join(sha256(d).encode() for d in declared))
 
 
-def _digest(session: Session, captured: Captured, union: Union) -> Held:
+def _digest(session: Session, captured: Captured, union: Union, known: Held) -> Held:
     """Digests of everything this rank holds; all ranks' digests are compared where they are replicas."""
     comm = session.comm
     with comm.phase("save: digest"):
-        held = digests_of(captured)
+        rest = {name: tensor for name, tensor in captured.tensors.items() if name not in known}
+        held = {name: known[name] for name in captured.tensors if name in known} | digests_of(Captured(rest))
         document = held_document(held)
     everybody = comm.all_gather(document, "save: digests")
     with comm.phase("save: compare replicas"):
@@ -172,13 +177,13 @@ def _digest(session: Session, captured: Captured, union: Union) -> Held:
     return held
 
 
-def _begin(job: _Job, layout: Layout | None) -> bytes:
+def _begin(job: Job, told: dict[str, Json]) -> bytes:
     """Rank 0 fixes the attempt; returns its provenance record."""
     session = job.session
     run = None
     with session.comm.phase("save: begin"):
         if session.comm.rank == 0:
-            run = canonical_json(_provenance(job.intent, layout))
+            run = canonical_json(_provenance(job.intent) | told)
             created = session.store.create(job.prefix + "intent.json", job.intent.document())
             if not created or not session.store.create(job.prefix + "run.json", run):
                 raise StoreError(f"{session.store.url}/{job.prefix}: a new attempt exists already")
@@ -186,7 +191,7 @@ def _begin(job: _Job, layout: Layout | None) -> bytes:
     return session.comm.broadcast(run, "save: provenance")
 
 
-def _provenance(intent: Intent, layout: Layout | None) -> Json:
+def _provenance(intent: Intent) -> dict[str, Json]:
     return {
         "format": FORMAT,
         "step": intent.step,
@@ -196,7 +201,6 @@ def _provenance(intent: Intent, layout: Layout | None) -> Json:
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "world": intent.world,
-        "layout": layout_document(layout),
         "versions": {
             "python": platform.python_version(),
             "torch": torch.__version__,
@@ -213,132 +217,21 @@ def layout_document(layout: Layout | None) -> Json:
     return {n: getattr(layout, n) for n in names}
 
 
-def _write(job: _Job) -> tuple[dict[str, Digest], list[tuple[int, tuple[int, ...]]], BaseException | None]:
-    """Writes this rank's objects round by round. A local failure, an interrupt too, is kept until the end and returned,
-    so that the other ranks' exchanges go on and the ranks stay in step."""
-    session, catalogue = job.session, job.union.catalogue
-    rank = session.comm.rank
-    arrays = Arrays(session.kvstore, job.prefix + "state/", catalogue, session.context)
-    mover = Mover(session.comm, [t.itemsize for t in catalogue.tensors])
-    buffers, flight = Buffers(), InFlight(session.budget // 2)
-    written: dict[str, Digest] = defaultdict(lambda: ZERO)
-    objects: list[tuple[int, tuple[int, ...]]] = []
-    failure: BaseException | None = None
-    for units in job.plan.rounds:
-        moves = write_moves(units)
-        incoming = by_unit(mover.exchange(moves, _outgoing(job, moves), "save: exchange") if moves else ())
-        if failure is not None:
-            continue
-        try:
-            for number, unit in enumerate(units):
-                if unit.owner == rank:
-                    _write_unit(job, arrays, buffers, flight, unit, incoming.get(number, ()), written)
-                    objects.append((unit.array, unit.index))
-                    if len(objects) == 1:
-                        session.faults("save.object")
-        except BaseException as error:
-            failure = error
-    try:
-        flight.drain()
-        if failure is None:
-            _write_metadata(job, arrays)
-            session.store.sync(*(arrays.describe(number) for number in sorted({array for array, _ in objects})))
-    except BaseException as error:
-        failure = failure or error
-    return dict(written), objects, failure
-
-
-def _outgoing(job: _Job, moves: Sequence[Move]) -> Iterator[tuple[Move, torch.Tensor]]:
-    tensors = job.union.catalogue.tensors
-    for move in moves:
-        if move.source == job.session.comm.rank:
-            yield move, gather_box(job.captured.tensors[tensors[move.link.tensor].name], move.link.box)
-
-
-def _write_unit(
-    job: _Job,
-    arrays: Arrays,
-    buffers: Buffers,
-    flight: InFlight,
-    unit: Unit,
-    incoming: Iterable[tuple[Any, torch.Tensor]],
-    written: dict[str, Digest],
-) -> None:
-    """Assembles one stored object in a private buffer, digests it, and starts to write it."""
-    catalogue = job.union.catalogue
-    array = catalogue.arrays[unit.array]
-    staging = buffers.take(unit.nbytes)
-    if array.packed:
-        staging.zero_()
-    buffer = staging.view(opaque(array.itemsize)).reshape(unit.box.extent)
-    copies = [(part_of(buffer, link, array.packed), elements) for link, elements in incoming]
-    for link in unit.links:
-        if link.ranks[0] == unit.owner:
-            name = catalogue.tensors[link.tensor].name
-            for box, view in held_parts(job.captured.tensors[name].shards, link.box):
-                if box == link.box:
-                    copies.append((part_of(buffer, link, array.packed), view))
-                    break
-    copy_boxes(copies)
-    pieces = [(catalogue.tensors[t], box, part) for t, box, part in _pieces(unit, buffer, array.packed)]
-    digests = box_digests([(part, box, spec.shape) for spec, box, part in pieces])
-    for (spec, _, _), digest in zip(pieces, digests, strict=True):
-        written[spec.name] = add(written[spec.name], digest)
-    values = buffer.numpy().view(np.dtype(STORED[array.dtype].zarr))
-    handle = arrays.handle(unit.array)[tuple(slice(o, s) for o, s in zip(unit.box.offset, unit.box.stop, strict=True))]
-    future = handle.write(values, can_reference_source_data_indefinitely=True)
-    where = arrays.describe(unit.array)
-
-    def finish() -> None:
-        _finish_write(future.commit, where)
-        buffers.give(staging)
-
-    flight.add(unit.nbytes, finish)
-
-
-def _pieces(unit: Unit, buffer: torch.Tensor, packed: bool) -> Iterator[tuple[int, Box, torch.Tensor]]:
-    """The tensor boxes that a unit's buffer holds: its own box, or each packed tensor."""
-    if not packed:
-        yield unit.links[0].tensor, unit.box, buffer
-        return
-    seen = {link.tensor: link for link in unit.links}
-    for tensor, link in seen.items():
-        flat = buffer[link.start : link.start + link.within.volume]
-        yield tensor, link.within, flat.reshape(link.within.extent)
-
-
-def _finish_write(commit: ts.Future, where: str) -> None:
-    try:
-        commit.result()
-    except Exception as error:
-        text = str(error).split(" [source locations")[0]
-        raise StoreError(f"{where}: writing failed: {text}; check space, permissions and the connection") from error
-
-
-def _write_metadata(job: _Job, arrays: Arrays) -> None:
-    """Every rank writes its share of the zarr.json files."""
-    rank, world = job.session.comm.rank, job.session.comm.world
-    mine = list(metadata_objects(job.union.catalogue).items())[rank::world]
-    started = [(key, arrays.put(key, data)) for key, data in mine]
-    for key, future in started:
-        _finish_write(future, f"{job.session.store.url}/{job.prefix}state/{key}")
-
-
 def _exchange_receipts(
-    job: _Job, held: Held, written: dict[str, Digest], objects: list[tuple[int, tuple[int, ...]]]
+    job: Job, held: Held, written: dict[str, Digest], objects: list[tuple[int, tuple[int, ...]]]
 ) -> list[bytes]:
     session = job.session
     rank = session.comm.rank
     with session.comm.phase("save: receipt"):
         intent = sha256(job.intent.document())
         data = Receipt(job.intent.attempt, rank, intent, held, written, objects, job.per_rank).document()
-        if not session.store.create(f"{job.prefix}receipts/{rank:06d}.json", data):
+        if not session.store.create(receipt_key(job.prefix, rank), data):
             raise StoreError(f"{session.store.url}/{job.prefix}: rank {rank} has a receipt already")
         session.faults("save.receipt")
     return session.comm.all_gather(data, "save: receipts")
 
 
-def _commit(job: _Job, receipts: Sequence[bytes], run: bytes) -> Record:
+def _commit(job: Job, receipts: Sequence[bytes], run: bytes) -> Record:
     """Rank 0 commits; where the group breaks while it does, each other rank tries in turn before it reports that."""
     comm = job.session.comm
     record: Record | None = None
@@ -362,7 +255,7 @@ def _commit(job: _Job, receipts: Sequence[bytes], run: bytes) -> Record:
     return Record(number, document)
 
 
-def _publish(job: _Job, receipts: Sequence[bytes], run: bytes) -> Record:
+def _publish(job: Job, receipts: Sequence[bytes], run: bytes) -> Record:
     session = job.session
     parsed = [Receipt.parse(d, f"receipt of rank {r}") for r, d in enumerate(receipts)]
     sealed: Sealed = assemble(job.intent, parsed, run, session.store.url)
@@ -373,7 +266,7 @@ def _record_bytes(record: Record | None) -> bytes | None:
     return None if record is None else canonical_json([record.number, record.document])
 
 
-def _void(job: _Job, error: BaseException) -> None:
+def _void(job: Job, error: BaseException) -> None:
     """After a failure that all ranks know of, rank 0 makes sure that the attempt can never be committed. Best effort:
     an attempt without all its receipts cannot be committed anyway. Where the group is broken, others may commit it."""
     if job.session.comm.rank == 0 and not job.session.comm.broken:

@@ -11,26 +11,33 @@ from typing import Any
 import tensorstore as ts
 import torch
 
-from ckpt.engine.comm import Comm
 from ckpt.engine.faults import FaultPoint, no_faults
+from ckpt.engine.group import Group
+from ckpt.geometry import Plan
 from ckpt.store.log import Log
 from ckpt.store.objects import ObjectStore
 
 MIB = 1 << 20
 
 
+def no_progress(done: int, total: int) -> None:
+    """The default: nobody wants to know."""
+
+
 @dataclass
 class Session:
     """store, kvstore: the root, for small objects and for TensorStore. budget: bytes that a rank may own, send or
-    receive in a round of a plan; a save or load holds a small multiple of it."""
+    receive in a round of a plan; a save or load holds a small multiple of it. progress: told how many bytes of stored
+    objects this rank has written or read, of how many it will, in the thread that does so; it must not raise."""
 
     store: ObjectStore
     kvstore: Mapping[str, Any]
     log: Log
-    comm: Comm
+    comm: Group
     context: ts.Context
     faults: FaultPoint = no_faults
     budget: int = 16 * MIB
+    progress: Callable[[int, int], None] = no_progress
 
 
 class Phases:
@@ -73,6 +80,19 @@ class Buffers:
         whole = self._lent.pop(buffer.data_ptr(), None)
         if whole is not None:
             self._free.append(whole)
+
+
+class Done:
+    """How many bytes of the objects that a rank owns in a plan are done, as its session is told."""
+
+    def __init__(self, session: Session, plan: Plan) -> None:
+        self._session, self._done = session, 0
+        self._total = sum(u.nbytes for units in plan.rounds for u in units if u.owner == session.comm.rank)
+        session.progress(0, self._total)
+
+    def add(self, nbytes: int) -> None:
+        self._done += nbytes
+        self._session.progress(self._done, self._total)
 
 
 @dataclass

@@ -8,10 +8,12 @@ from fnmatch import fnmatchcase
 
 import torch
 
+from ckpt.engine import padding
 from ckpt.engine.merge import Union
 from ckpt.engine.opened import Opened
 from ckpt.errors import StateMismatch
 from ckpt.geometry import Holdings
+from ckpt.state import Vocabulary
 from ckpt.state.captured import Captured, LocalTensor, Shard
 from ckpt.state.dtypes import bits, torch_dtype
 from ckpt.state.groups import Declared, check_options, places
@@ -22,11 +24,13 @@ _MOST_NAMES = 10
 @dataclass(frozen=True)
 class Options:
     """What a caller allows: patterns (`fnmatch`) of names that may be missing from the checkpoint, that may be in it
-    and nowhere in the state, and of tensors that may be cast to the dtype of the state."""
+    and nowhere in the state, and of tensors that may be cast to the dtype of the state. vocabulary: whose padding may
+    be left behind."""
 
     allow_missing: tuple[str, ...] = ()
     allow_extra: tuple[str, ...] = ()
     cast: tuple[str, ...] = ()
+    vocabulary: Vocabulary | None = None
 
 
 def matches(name: str, patterns: Iterable[str]) -> bool:
@@ -37,17 +41,19 @@ def matches(name: str, patterns: Iterable[str]) -> bool:
 @dataclass
 class Target:
     """What one rank will fill: `tensors` by the name under which the checkpoint keeps them. `casts` are tensors that
-    are first loaded as stored, into memory of their own, and cast into place at the end."""
+    are first loaded as stored, into memory of their own, and cast into place at the end. `pads` are views, by name, of
+    rows of padding that nothing is loaded into: zero at the end."""
 
     tensors: dict[str, list[LocalTensor]]
     casts: list[tuple[LocalTensor, LocalTensor]]
+    pads: dict[str, list[torch.Tensor]]
 
 
 def match(captured: Captured, opened: Opened, options: Options, rank: int) -> Target:
     """Matches this rank's state. Raises StateMismatch naming tensor, rank, and what was expected and found."""
     stored = {t.name: t for t in opened.manifest.catalogue.tensors}
     kept = {**{name: name for name in stored}, **opened.manifest.aliases}
-    target = Target({}, [])
+    target = Target({}, [], {})
     missing = []
     wanted = {**{n: n for n in captured.tensors}, **captured.aliases}
     for name, own in sorted(wanted.items()):
@@ -59,10 +65,13 @@ def match(captured: Captured, opened: Opened, options: Options, rank: int) -> Ta
         if name != own:
             _check_tie(name, own, kept, opened)
             continue
-        if tensor.spec.shape != spec.shape:
+        shapes = (spec.shape, tensor.spec.shape)
+        if options.vocabulary is not None and options.vocabulary.fits(name, *shapes):
+            tensor, target.pads[name] = padding.cut(tensor, spec.shape[0], options.vocabulary)
+        elif spec.shape != tensor.spec.shape:
             raise StateMismatch(
                 f"{name}: rank {rank} has shape {list(tensor.spec.shape)}, the checkpoint {list(spec.shape)}; "
-                "build the model with the sizes it was saved with"
+                + padding.remedy(name, *shapes)
             )
         if tensor.spec.dtype != spec.dtype:
             if not matches(name, options.cast):
@@ -113,8 +122,11 @@ def _landing(tensor: LocalTensor, dtype: str) -> LocalTensor:
     return LocalTensor(spec, shards)
 
 
-def apply_casts(target: Target) -> None:
-    """Casts what was loaded as stored into place. Local."""
+def finish(target: Target) -> None:
+    """Casts what was loaded as stored into place, and makes padding zero. Local."""
+    for pads in target.pads.values():
+        for view in pads:
+            view.zero_()
     for tensor, landing in target.casts:
         own, saved = torch_dtype(tensor.spec.dtype), torch_dtype(landing.spec.dtype)
         for into, source in zip(tensor.shards, landing.shards, strict=True):

@@ -10,7 +10,8 @@ import torch
 from ckpt.fingerprint import reference
 from ckpt.geometry.box import Box, Index
 from ckpt.native import field
-from ckpt.native.library import MAX_NDIM, find, thread_count
+from ckpt.native.descriptors import MAX_NDIM
+from ckpt.native.library import find, thread_count
 
 Digest: TypeAlias = tuple[int, int]
 ZERO: Digest = (0, 0)

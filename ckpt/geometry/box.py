@@ -68,5 +68,18 @@ class Box:
         """The same region in coordinates that start at `outer.offset`."""
         return Box(tuple(a - b for a, b in zip(self.offset, outer.offset, strict=True)), self.extent)
 
+    def pieces(self, most: int) -> Iterator[Box]:
+        """Parts of at most `most` elements: runs of the first axis that is longer than 1, cut again where need be."""
+        if self.volume <= most:
+            yield self
+            return
+        axis = next(i for i, n in enumerate(self.extent) if n > 1)
+        step = max(1, most // (self.volume // self.extent[axis]))
+        for start in range(0, self.extent[axis], step):
+            offset, extent = list(self.offset), list(self.extent)
+            offset[axis] += start
+            extent[axis] = min(step, extent[axis] - start)
+            yield from Box(tuple(offset), tuple(extent)).pieces(most)
+
     def __str__(self) -> str:
         return "[" + ", ".join(f"{o}:{o + e}" for o, e in zip(self.offset, self.extent, strict=True)) + "]"

@@ -6,7 +6,7 @@ Like every plan a value: the same on every rank, countable, testable without pro
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -66,7 +66,7 @@ def exchange_plan(
                         local.append(Transfer(target, target, tensor, common))
                         continue
                     source = min(holders, key=lambda r: (sent[r], abs(r - target), r))
-                    for piece in _cut(common, max(1, budget // itemsize)):
+                    for piece in common.pieces(max(1, budget // itemsize)):
                         nbytes = piece.volume * itemsize
                         sent[source] += nbytes
                         moved += nbytes
@@ -88,17 +88,3 @@ def _schedule(
         loads.append(np.zeros((2, world), dtype=np.int64))
     rounds[number].append(one)
     loads[number][ends] += nbytes
-
-
-def _cut(box: Box, most: int) -> Iterator[Box]:
-    """Parts of at most `most` elements, runs of the first axis that is longer than 1."""
-    if box.volume <= most:
-        yield box
-        return
-    axis = next(i for i, n in enumerate(box.extent) if n > 1)
-    step = max(1, most // (box.volume // box.extent[axis]))
-    for start in range(0, box.extent[axis], step):
-        offset, extent = list(box.offset), list(box.extent)
-        offset[axis] += start
-        extent[axis] = min(step, extent[axis] - start)
-        yield from _cut(Box(tuple(offset), tuple(extent)), most)

@@ -13,12 +13,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 import ckpt.native
+from ckpt.native.descriptors import describe_boxes, describe_copies
 
 ABI = 1
-MAX_NDIM = 16
 LEVELS = ("scalar", "AVX2", "AVX-512 IFMA")
 FILE = {"darwin": "libckpt_native.dylib", "win32": "ckpt_native.dll"}.get(sys.platform, "libckpt_native.so")
 
@@ -35,37 +36,10 @@ _FAULTS = {
     7: "a dtype that the kernel does not take",
 }
 _DTYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float64: 3}
-_Axes = ctypes.c_int64 * MAX_NDIM
 
 
 class Overlap(ValueError):
     """An output may overlap itself or its input, as far as strides tell."""
-
-
-class _Box(ctypes.Structure):
-    _fields_ = [
-        ("data", ctypes.c_void_p),
-        ("itemsize", ctypes.c_int64),
-        ("ndim", ctypes.c_int32),
-        ("reserved", ctypes.c_int32),
-        ("shape", _Axes),
-        ("offset", _Axes),
-        ("extent", _Axes),
-        ("stride", _Axes),
-    ]
-
-
-class _Copy(ctypes.Structure):
-    _fields_ = [
-        ("dst", ctypes.c_void_p),
-        ("src", ctypes.c_void_p),
-        ("itemsize", ctypes.c_int64),
-        ("ndim", ctypes.c_int32),
-        ("reserved", ctypes.c_int32),
-        ("extent", _Axes),
-        ("dst_stride", _Axes),
-        ("src_stride", _Axes),
-    ]
 
 
 class Library:
@@ -98,30 +72,16 @@ class Library:
     ) -> list[tuple[int, int]]:
         """Digests of (view, offset in the logical tensor, shape of the logical tensor), in one call."""
         device = _one_device([view for view, _, _ in boxes])
-        described = (_Box * len(boxes))()
-        for one, (view, offset, shape) in zip(described, boxes, strict=True):
-            _describe(one, view)
-            one.data = view.data_ptr()
-            _fill(one.shape, shape)
-            _fill(one.offset, offset)
-            _fill(one.stride, _byte_strides(view))
+        described = describe_boxes(boxes)
         out = (ctypes.c_uint64 * (2 * len(boxes)))()
-        self._call("fingerprint", device, [described, ctypes.c_int64(len(boxes))], [out], threads)
+        self._call("fingerprint", device, _array(described), [out], threads)
         return [(out[2 * i], out[2 * i + 1]) for i in range(len(boxes))]
 
     def box_copy(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]], threads: int = 1) -> None:
         """Copies the elements of each (destination, source) of equal shape and item size. Destinations of different
         pairs must not overlap."""
         device = _one_device([tensor for pair in copies for tensor in pair])
-        described = (_Copy * len(copies))()
-        for one, (to, source) in zip(described, copies, strict=True):
-            if to.shape != source.shape or to.element_size() != source.element_size():
-                raise ValueError(f"cannot copy {tuple(source.shape)} into {tuple(to.shape)}")
-            _describe(one, to)
-            one.dst, one.src = to.data_ptr(), source.data_ptr()
-            _fill(one.dst_stride, _byte_strides(to))
-            _fill(one.src_stride, _byte_strides(source))
-        self._call("box_copy", device, [described, ctypes.c_int64(len(copies))], [], threads)
+        self._call("box_copy", device, _array(describe_copies(copies)), [], threads)
 
     def tree_sum(self, leaves: torch.Tensor, threads: int = 1) -> torch.Tensor:
         """Sum over the first axis of a contiguous tensor of fp16, bf16, fp32 or fp64, over the fixed binary tree."""
@@ -215,20 +175,9 @@ def _stream(out: torch.Tensor, count: int, first: int, stream: int, key: int) ->
     return [ctypes.c_void_p(out.data_ptr()), ctypes.c_int64(count), *numbers]
 
 
-def _describe(one: Any, view: torch.Tensor) -> None:
-    if view.dim() > MAX_NDIM:
-        raise ValueError(f"{_FAULTS[1]}: {view.dim()}")
-    one.itemsize, one.ndim = view.element_size(), view.dim()
-    _fill(one.extent, view.shape)
-
-
-def _byte_strides(view: torch.Tensor) -> list[int]:
-    size = view.element_size()
-    return [s * size for s in view.stride()]
-
-
-def _fill(array: Any, numbers: Sequence[int]) -> None:
-    array[: len(numbers)] = list(numbers)
+def _array(described: np.ndarray) -> list[Any]:
+    """Descriptors as the kernels take them: a pointer, which keeps them alive, and their number."""
+    return [described.ctypes.data_as(ctypes.c_void_p), ctypes.c_int64(len(described))]
 
 
 def _check(code: int) -> None:

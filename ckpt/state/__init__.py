@@ -5,7 +5,17 @@ one form in which every adapter hands a state to the engine.
 """
 
 from ckpt.state.captured import Captured, LocalTensor, Shard
-from ckpt.state.kinds import PerRank, Replicated, RngState, ShardedTensor, State, TrainState, per_rank, replicated
+from ckpt.state.kinds import (
+    PerRank,
+    Replicated,
+    RngState,
+    ShardedTensor,
+    State,
+    TrainState,
+    Vocabulary,
+    per_rank,
+    replicated,
+)
 
 __all__ = [
     "Captured",
@@ -17,6 +27,7 @@ __all__ = [
     "ShardedTensor",
     "State",
     "TrainState",
+    "Vocabulary",
     "per_rank",
     "replicated",
 ]

@@ -14,6 +14,7 @@ from ckpt.geometry.box import Index
 from ckpt.state.groups import Group
 from ckpt.state.memory import check_disjoint
 from ckpt.state.names import join
+from ckpt.state.streams import Stream
 
 
 @dataclass(frozen=True)
@@ -40,9 +41,11 @@ class LocalTensor:
 @dataclass
 class Captured:
     """A rank's state: tensors by name, plain values by name (the same on every rank that has them), and plain values
-    of this rank alone. `aliases` maps a further name of the same memory to the name that keeps the tensor. `groups`
-    are the parameter groups of each optimizer, by its name, in their order. `stateless` has, by the name that a stacked
-    parameter's optimizer state has in front of its keys, the slices that have no state here: a frozen layer, say.
+    of this rank alone; `streams` has those of them that are random streams. `aliases` maps a further name of the same
+    memory to the name that keeps the tensor. `groups` are the parameter groups of each optimizer, by its name, in their
+    order. `stateless` has, by the name that a stacked parameter's optimizer state has in front of its keys, the slices
+    that have no state here: a frozen layer, say. `left_out` has what is no part of a checkpoint, with the reason.
+    `optimizers` are torch's that were met, those inside of others too.
 
     `apply` puts loaded values back: it is called once, after all tensors are loaded and verified, with all values
     (replicated and per rank) by name.
@@ -51,9 +54,12 @@ class Captured:
     tensors: dict[str, LocalTensor] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
     per_rank: dict[str, Any] = field(default_factory=dict)
+    streams: dict[str, Stream] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
     groups: dict[str, list[Group]] = field(default_factory=dict)
     stateless: dict[str, set[Index]] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)
+    optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
     appliers: list[Callable[[dict[str, Any]], None]] = field(default_factory=list)
 
     def add_tensor(self, spec: TensorSpec, shards: list[Shard]) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from fnmatch import fnmatchcase
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
+
+from ckpt.errors import StateMismatch
 
 
 @dataclass(frozen=True)
@@ -56,12 +59,45 @@ class RngState:
     the default generator of every CUDA device, and all streams of Megatron Core's RNG tracker.
 
     generators: generators of your own, by name; they must have the same names when the state is loaded. A load puts
-    the streams back last. On another layout it is refused, since a stream of one rank has no meaning on another:
-    leave the entry out and give `allow_extra`, or use `ckpt.random`, whose streams no layout enters. Give each
-    Checkpointer its layout: without one, only another number of ranks is seen to be another layout.
+    the streams back last. On another layout a stream goes on where it depends only on coordinates that both layouts
+    have (docs/state.md); any other makes the load fail, but those that match a pattern of `rederive` ("torch",
+    "megatron/*", ...): they are made anew from the saved ones and the rank's coordinates, and the load says which.
+    Give each Checkpointer its layout: without one, only another number of ranks is seen to be another layout. Streams
+    of `ckpt.random` need none of this, since no layout enters them.
     """
 
     generators: Mapping[str, torch.Generator | np.random.Generator] = field(default_factory=dict)
+    rederive: Collection[str] = ()
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """Says that tensors have rows of padding beyond the vocabulary, and that these may be left behind by a load into a
+    model of another padded size. Where the size is the same, padding is loaded like all the rest.
+
+    size: rows that are no padding. padding: "masked" if the loss masks the logits of padding, so that it never took
+    part in training, or "drop" to give it up although it did. Rows of padding of the loaded state are zero, in the
+    weights and in what an optimizer keeps for them. names: patterns of the tensors' names; those of Megatron Core by
+    default.
+    """
+
+    size: int
+    padding: Literal["masked", "drop"]
+    names: Sequence[str] = ("*word_embeddings.weight*", "*output_layer.weight*", "*output_layer.bias*")
+
+    def __post_init__(self) -> None:
+        if type(self.size) is not int or self.size < 1 or self.padding not in ("masked", "drop"):
+            raise StateMismatch(
+                f"Vocabulary(size={self.size!r}, padding={self.padding!r}): give a positive int, and 'masked' or 'drop'"
+            )
+
+    def names_it(self, name: str) -> bool:
+        """Whether a tensor is one that these patterns name."""
+        return any(fnmatchcase(name, pattern) for pattern in self.names)
+
+    def fits(self, name: str, saved: tuple[int, ...], own: tuple[int, ...]) -> bool:
+        """Whether a tensor may be loaded although its number of rows is another."""
+        return self.names_it(name) and saved != own and len(saved) == len(own) > 0 and saved[1:] == own[1:]
 
 
 @dataclass

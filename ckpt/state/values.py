@@ -10,6 +10,7 @@ None, bool and str are themselves. Everything else is an object with one key, th
 from __future__ import annotations
 
 import json
+import re
 import struct
 from collections import Counter, OrderedDict
 from collections.abc import Callable
@@ -25,6 +26,7 @@ from ckpt.state.names import SURROGATE_PAIR
 Json: TypeAlias = Any
 
 _LARGEST_TENSOR = 4096
+_NUMPY_DTYPE = re.compile(r"[<>|]([biufcSU]\d+|[mM]8(\[\w+\])?)")  # what dtype.str gives; np.dtype reads much more
 _LARGEST_INT = 1 << 14000  # Python refuses to read longer decimal numbers
 
 
@@ -109,7 +111,10 @@ def _encode_int(value: int, where: str) -> Json:
 
 
 def _decode_numpy(content: Json, where: str) -> Any:
-    dtype, data = np.dtype(content[0]), bytes.fromhex(content[1])
+    name, data = content[0], bytes.fromhex(content[1])
+    if not _NUMPY_DTYPE.fullmatch(name):
+        raise ValueError(f"{name!r} is not the dtype of a NumPy scalar")
+    dtype = np.dtype(name)
     text = data[: dtype.itemsize]  # NumPy gives one zero character for an empty text
     if dtype.kind == "U":
         return np.str_(text.decode("utf-32-le", "surrogatepass"))

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from ckpt import Checkpointer, Layout
+from tests.support.gpt_oracle import GptSize
 from tests.support.layouts import (
     FAMILIES,
     STEP,
@@ -29,7 +30,7 @@ from tests.support.megatron_cpu import megatron_on_cpu
 from tests.support.ranks import Crew
 from tests.support.roots import Root
 from tests.support.s3 import S3Server
-from tests.support.tiny_gpt import GptSize, build_model, parallel
+from tests.support.tiny_gpt import build_model, parallel
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -16,10 +16,11 @@ import torch
 import ckpt
 from ckpt import Layout
 from tests.support import megatron_trainer as mt
+from tests.support.gpt_oracle import GptSize
 from tests.support.layouts import attempts, different, start
 from tests.support.megatron_cpu import megatron_on_cpu
 from tests.support.roots import Root
-from tests.support.tiny_gpt import GptSize, parallel
+from tests.support.tiny_gpt import parallel
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow, pytest.mark.timeout(600)]
 

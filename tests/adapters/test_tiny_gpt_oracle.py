@@ -6,21 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.support.gpt_oracle import GptSize, Place, expected_local, full_tensors, labels
 from tests.support.megatron_cpu import megatron_on_cpu
 from tests.support.ranks import Crew
-from tests.support.tiny_gpt import (
-    GptSize,
-    Place,
-    build_model,
-    expected_local,
-    full_tensors,
-    label_model,
-    labels,
-    parallel,
-    place,
-    raw_bytes,
-    wrong_bits,
-)
+from tests.support.tiny_gpt import build_model, label_model, parallel, place, raw_bytes, wrong_bits
 
 DENSE = GptSize()
 GROUPED = GptSize(kv_groups=4, heads=8, ffn=96, vocab=64, gated=False, tied=True)

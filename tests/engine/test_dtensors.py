@@ -22,7 +22,10 @@ MESHES: dict[str, tuple[tuple[int, ...], list[str]]] = {
     "2x2 on one axis": ((2, 2), ["S0", "S0"]),
     "2 rows, replicated": ((2, 2), ["R", "S0"]),
     "2 columns, replicated": ((2, 2), ["S1", "R"]),
+    "FSDP over TP rows": ((2, 2), ["T0", "S0"]),
+    "FSDP over TP columns": ((2, 2), ["T1", "S1"]),
 }
+"""Mesh and how its axes cut: S along a tensor's axis, T the same after the other mesh axis (strided), R not."""
 FULL: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
     "uneven": ((5, 7), torch.float32),
     "few": ((2, 3), torch.bfloat16),
@@ -42,7 +45,7 @@ def _chunk(size: int, parts: int, index: int) -> tuple[int, int]:
 def _slices(shape: tuple[int, ...], mesh: tuple[int, ...], cuts: list[str], rank: int) -> tuple[slice, ...]:
     ranges = [(0, n) for n in shape]
     at = [rank] if len(mesh) == 1 else list(divmod(rank, mesh[1]))
-    for parts, index, cut in zip(mesh, at, cuts, strict=True):
+    for parts, index, cut in sorted(zip(mesh, at, cuts, strict=True), key=lambda one: one[2][0] == "T"):
         if cut != "R":
             axis = int(cut[1])
             start, stop = ranges[axis]
@@ -51,13 +54,21 @@ def _slices(shape: tuple[int, ...], mesh: tuple[int, ...], cuts: list[str], rank
     return tuple(slice(a, b) for a, b in ranges)
 
 
+def _placements(mesh: tuple[int, ...], cuts: list[str]) -> list[Any]:
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    make = {"S": Shard, "T": lambda axis: _StridedShard(axis, split_factor=mesh[1])}
+    return [Replicate() if cut == "R" else make[cut[0]](int(cut[1])) for cut in cuts]
+
+
 def _dtensors(kind: str, rank: int, filled: bool) -> dict[str, Any]:
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.distributed.tensor import DTensor
 
     shape, cuts = MESHES[kind]
     mesh = init_device_mesh("cpu", shape)
-    placements = [Replicate() if c == "R" else Shard(int(c[1])) for c in cuts]
+    placements = _placements(shape, cuts)
     state = {}
     for number, (name, (full_shape, dtype)) in enumerate(FULL.items()):
         full = random_bits(full_shape, dtype, 70 + number)

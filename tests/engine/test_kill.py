@@ -225,7 +225,8 @@ def _the_launch(doom: Doom, ranks: list[dict[str, Any]]) -> None:
 def test_the_points_are_the_engines() -> None:
     from ckpt.engine.faults import POINTS
 
-    assert (*SAVE_POINTS, *LOAD_POINTS) == POINTS
+    # Those of a conversion are killed at in test_stream.py.
+    assert (*SAVE_POINTS, *LOAD_POINTS) == tuple(p for p in POINTS if not p.startswith("stream."))
 
 
 def test_kill_rank_0_at_every_point(tmp_path: Path) -> None:

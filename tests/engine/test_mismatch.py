@@ -71,7 +71,7 @@ def test_another_shape(shape: tuple[int, ...], ck: ckpt.Checkpointer) -> None:
 
 
 def test_a_step_that_is_not_there(ck: ckpt.Checkpointer) -> None:
-    refused_load(ck, sample_state(20), ckpt.CkptError, ["no committed step 7", "there are [1]", ck.url], step=7)
+    refused_load(ck, sample_state(20), ckpt.NothingCommitted, ["no committed step 7", "there are [1]", ck.url], step=7)
 
 
 # (rows, start, stop) of the parts that one rank gives of a [6, 4] tensor, and what is wrong with them.

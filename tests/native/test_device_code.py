@@ -21,7 +21,8 @@ from hypothesis import strategies as st
 
 from ckpt.fingerprint.reference import box_digest
 from ckpt.geometry import Box
-from ckpt.native.library import Library, _Box
+from ckpt.native.descriptors import BoxDescriptor
+from ckpt.native.library import Library
 from tests.support.emulated import Emulated
 from tests.support.native_build import build, sanitizer
 from tools.gpu_check_cases import DTYPES, FLOATS, View, layout
@@ -233,7 +234,7 @@ def test_hostile_arguments_are_refused_and_nothing_is_written(device: Emulated) 
     sizes = [ctypes.c_int64(n) for n in (2, 1, 3)]
     arguments = [ctypes.c_void_p(x.data_ptr()), 1, *sizes, ctypes.c_void_p(x.data_ptr() + 32), ctypes.c_void_p(0)]
     assert device._lib.ckpt_cuda_tree_sum(*arguments) == 4
-    one = _Box(data=x.data_ptr(), itemsize=4, ndim=17)
+    one = BoxDescriptor(data=x.data_ptr(), itemsize=4, ndim=17)
     out = (ctypes.c_uint64 * 2)(7, 7)
     assert device._lib.ckpt_cuda_fingerprint(ctypes.byref(one), ctypes.c_int64(1), out, ctypes.c_void_p(0)) == 1
     assert list(out) == [7, 7]

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from ckpt.native.descriptors import CopyDescriptor
 from ckpt.native.library import FILE, Library
 from tests.support.emulated import Emulated
 from tests.support.native_build import SOURCE, build
@@ -80,7 +81,7 @@ class OneBitWrong(Library):
         if name == "fingerprint":
             results[0][1] ^= 1
         elif name == "box_copy":
-            first = arguments[0][0]
+            first = CopyDescriptor.from_address(arguments[0].value)
             _flip(first.dst, math.prod(first.extent[: first.ndim]))
         elif name == "tree_sum":
             _flip(results[0].value, arguments[3].value)

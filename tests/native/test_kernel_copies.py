@@ -9,7 +9,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ckpt.native.library import Library, _Copy
+from ckpt.native.descriptors import CopyDescriptor
+from ckpt.native.library import Library
 
 DTYPES = [torch.uint8, torch.int16, torch.int32, torch.int64, torch.complex128]
 LARGE = 33 << 20  # bytes: copies of more than 32 MiB write past the caches
@@ -126,7 +127,7 @@ def test_many_boxes_of_short_rows(library: Library, threads: int) -> None:
 def test_reversed_memory(library: Library) -> None:
     """Negative strides, which torch does not have but the interface takes."""
     source, target = noise(7 * 100, 12).view(7, 100), torch.zeros(7, 100, dtype=torch.uint8)
-    one = _Copy(dst=target.data_ptr(), src=source.data_ptr() + 699, itemsize=1, ndim=2)
+    one = CopyDescriptor(dst=target.data_ptr(), src=source.data_ptr() + 699, itemsize=1, ndim=2)
     for name, numbers in (("extent", (7, 100)), ("dst_stride", (100, 1)), ("src_stride", (-100, -1))):
         getattr(one, name)[:2] = numbers
     assert library._lib.ckpt_box_copy(ctypes.byref(one), ctypes.c_int64(1), 1) == 0
@@ -135,7 +136,7 @@ def test_reversed_memory(library: Library) -> None:
 
 def test_more_bytes_than_can_be_counted_are_refused(library: Library) -> None:
     """Before any of the addresses, which are none, is touched."""
-    many = (_Copy * 64)()
+    many = (CopyDescriptor * 64)()
     for one in many:
         one.dst, one.src, one.itemsize, one.ndim = 1 << 60, 1, 1, 1
         one.extent[0], one.dst_stride[0], one.src_stride[0] = 1 << 57, 1, 1

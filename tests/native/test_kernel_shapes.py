@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from ckpt.fingerprint.reference import box_digest
 from ckpt.geometry import Box
-from ckpt.native.library import Library, _Box
+from ckpt.native.descriptors import BoxDescriptor
+from ckpt.native.library import Library
 
 DTYPES = [torch.uint8, torch.bfloat16, torch.float32, torch.float64, torch.complex128]
 some = settings(deadline=None, max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -138,7 +139,7 @@ def test_repeated_and_reversed_memory(kernels: Library, dtype: torch.dtype) -> N
     check(kernels, bits(2, (1, 70), dtype).expand(300, 70), (0, 1), (300, 72), 1)
     whole = bits(3, (5, 70), dtype)
     size = whole.element_size()
-    box = _Box(data=whole.data_ptr() + (whole.numel() - 1) * size, itemsize=size, ndim=2)
+    box = BoxDescriptor(data=whole.data_ptr() + (whole.numel() - 1) * size, itemsize=size, ndim=2)
     for name, numbers in (("shape", (5, 71)), ("offset", (0, 1)), ("extent", (5, 70)), ("stride", (-70 * size, -size))):
         getattr(box, name)[:2] = numbers
     out = (ctypes.c_uint64 * 2)()

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ckpt.errors import CorruptCheckpoint, Unsupported
@@ -383,6 +383,8 @@ json_documents = st.recursive(
 
 @settings(max_examples=300)
 @given(json_documents)
+@example({"numpy": ["a", "00"]})
+@example({"numpy": "a"})
 def test_any_document_is_either_canonical_or_corrupt(document: Any) -> None:
     """Nothing else comes out of decode, and what it accepts is what encode makes of the value."""
     try:
