@@ -3,7 +3,10 @@
 Start reading at `checkpointer.Checkpointer`; `resharding.reshard_` needs no store.
 """
 
-from ckpt.trainer.checkpointer import Checkpointer, Receipt, Restored
+from ckpt.trainer.background import PendingSave
+from ckpt.trainer.checkpointer import Checkpointer
+from ckpt.trainer.preemption import Preempted
 from ckpt.trainer.resharding import Resharded, reshard_
+from ckpt.trainer.results import Receipt, Restored
 
-__all__ = ["Checkpointer", "Receipt", "Resharded", "Restored", "reshard_"]
+__all__ = ["Checkpointer", "PendingSave", "Preempted", "Receipt", "Resharded", "Restored", "reshard_"]
