@@ -1,0 +1,30 @@
+"""`ckpt agent`: the processes that write asynchronous saves on this machine."""
+
+from __future__ import annotations
+
+import json
+
+import click
+
+from ckpt.agent import registry
+
+_LOOK = 0.2  # seconds in which an idle agent says so
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def agent(as_json: bool) -> None:
+    """List the agents of this user on this machine: their process, whether they are writing, and to what root.
+
+    A job starts them as it needs them, and they end by themselves once it has ended and all is written.
+
+    Exit codes: 0 done, 2 usage.
+    """
+    found = [(entry, not registry.idle(entry, _LOOK)) for entry in registry.running()]
+    if as_json:
+        click.echo(json.dumps([{"pid": e.pid, "writing": writing, "url": e.url} for e, writing in found], indent=2))
+        return
+    for entry, writing in found:
+        click.echo(f"{entry.pid:>8}  {'writing' if writing else 'idle':7}  {entry.url}")
+    if not found:
+        click.echo("no agents are running")

@@ -1,0 +1,321 @@
+"""The command `ckpt-reshard`: checkpoints from one format into another, with every bit accounted for."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import click
+import torch.distributed as dist
+
+from ckpt.adapters.foreign import sidecar as sidecars
+from ckpt.adapters.foreign.changes import Changed, Changes
+from ckpt.adapters.foreign.formats import READERS, WRITERS, detect
+from ckpt.adapters.foreign.into import open_session, save_from
+from ckpt.adapters.foreign.memory import band_for, flight_for, taken
+from ckpt.adapters.foreign.naming import AUTO, Named
+from ckpt.adapters.foreign.naming_families import FAMILIES
+from ckpt.adapters.foreign.rank_files import RankFile, plan_files
+from ckpt.adapters.foreign.rank_rules import Given, Placer
+from ckpt.adapters.foreign.ranks_write import write_ranks
+from ckpt.adapters.foreign.witness import state_id_of
+from ckpt.cli import layout_plan, naming, output
+from ckpt.cli.errors import Command
+from ckpt.engine.comm import Comm
+from ckpt.engine.rest import CommittedState
+from ckpt.engine.session import Session
+from ckpt.engine.stream import Source
+from ckpt.errors import CkptError, CorruptCheckpoint
+from ckpt.geometry import Layout
+from ckpt.inspect.address import Address, find
+from ckpt.store.leases import lease
+from ckpt.store.objects import split_url
+
+_SHARED = ("ckpt", "ranks")  # formats whose writing processes and threads share
+
+_UNCHECKED = ("hf", "ranks")
+"""Formats without checksums: their sidecar alone tells that a bit was flipped."""
+
+
+@dataclass
+class _Input:
+    """What is read: its format, the state as it lies there, and the state as it is wanted, with names and changes."""
+
+    format: str
+    source: Source
+    wanted: Source
+    changed: Changed | None
+    named: Named | None
+    layout: Any
+    committed: tuple[Session, CommittedState] | None
+
+    @property
+    def changed_at_all(self) -> bool:
+        return self.wanted is not self.source
+
+    @property
+    def step(self) -> int | None:
+        return self.source.content.step
+
+
+@click.command(cls=Command, context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("src", metavar="SRC[@STEP]", type=output.AddressType())
+@click.argument("dst", metavar="DST")
+@click.option("--from", "given", type=click.Choice(["ckpt", *READERS]), help="Format of SRC; found out if left out.")
+@click.option("--format", "wanted", type=click.Choice(["ckpt", *WRITERS, "ranks"]), default="ckpt", show_default=True)
+@click.option("--to", type=layout_plan.LayoutType(), help="For ranks, or to be drawn by --plan: tp=2,pp=2,dp=2.")
+@click.option(
+    "--shard", multiple=True, metavar="PATTERN=HOW", help="What ranks hold: `replicated`, or AXIS:GROUP such as 0:tp."
+)
+@click.option("--select", multiple=True, metavar="PATTERN", help="Only entries whose names fit; may be repeated.")
+@click.option("--rename", nargs=2, multiple=True, metavar="REGEX NEW", help="Rename entries; may be repeated.")
+@click.option(
+    "--names",
+    type=click.Choice([AUTO, *FAMILIES]),
+    help="A model of this family: from hf into Megatron's names, from all else into Hugging Face's.",
+)
+@click.option("--config", type=click.Path(path_type=Path), help="config.json for --names; that beside SRC if left out.")
+@click.option("--dtype", metavar="DTYPE", help="Cast floating-point tensors, rounding to nearest even.")
+@click.option("--step", type=click.IntRange(0), help="Step of the result in a ckpt root; that of SRC if left out.")
+@click.option("--append", is_flag=True, help="DST may hold steps of other jobs, whose writing jobs are fenced off.")
+@click.option("--sidecar/--no-sidecar", default=True, help="Whether what the format lacks is kept beside it.")
+@click.option("--memory", type=layout_plan.BytesType(), help="Grow by at most so much: 2GiB. Of each process.")
+@click.option("-j", "--jobs", type=click.IntRange(1), default=1, help="Threads of each process that work on it.")
+@click.option("--plan", "plan_only", is_flag=True, help="Only say what would be done.")
+@click.option("--verify", is_flag=True, help="Read the result once more, and compare its state id.")
+@click.option("--debug", is_flag=True, help="Show the trace of an error.")
+@output.json_option
+@click.pass_context
+def reshard(
+    ctx: click.Context,
+    src: Address,
+    dst: str,
+    given: str | None,
+    wanted: str,
+    to: Layout | None,
+    shard: tuple[str, ...],
+    select: tuple[str, ...],
+    rename: tuple[tuple[str, str], ...],
+    names: str | None,
+    config: Path | None,
+    dtype: str | None,
+    step: int | None,
+    append: bool,
+    sidecar: bool,
+    memory: int | None,
+    jobs: int,
+    plan_only: bool,
+    verify: bool,
+    debug: bool,
+    as_json: bool,
+) -> None:
+    """Write the checkpoint SRC to DST in another format, or in ours with fewer entries, other names or another dtype.
+
+    Formats: ckpt (a root of ours; a path or s3://); dcp (torch.distributed.checkpoint), megatron (torch_dist of
+    Megatron Core), hf (safetensors) and ranks (a safetensors file for each rank of the layout --to), in folders;
+    mp_rank (a file for each rank, of an older Megatron) is read. Ours needs no target layout: any layout loads it.
+
+    A result in our format goes on where it was killed. Under torchrun the processes share the work of ckpt and ranks.
+
+    Exit codes: as those of ckpt.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
+        if wanted not in _SHARED and not plan_only:
+            raise click.UsageError(f"--format {wanted} is written by one process; run it without torchrun")
+        dist.init_process_group("gloo")
+        ctx.call_on_close(dist.destroy_process_group)
+    layout_plan.check_asked(wanted, to, shard, plan_only)
+    if jobs > 1 and wanted not in _SHARED:
+        raise click.UsageError(f"--format {wanted} is written by one thread; leave --jobs out")
+    band = band_for(wanted, memory, jobs)
+    opening = partial(_open, ctx, given, Changes(select, rename, dtype), names, config)
+    found = opening(src, leased=not plan_only)
+    content = found.wanted.content
+    number = step if step is not None else found.step
+    if wanted == "ckpt" and number is None:
+        raise click.UsageError(f"{found.source.url} does not say its step; give --step")
+    beyond = {} if wanted == "ckpt" else sidecars.beyond(content, wanted)
+    lost = dict(content.left_out) | ({} if sidecar else beyond)
+    facts = _facts(found, dst, wanted, lost, beyond if sidecar else {})
+    placer = None if to is None else Placer(content, to, [Given.parse(text) for text in shard])
+    files = None if placer is None else plan_files(content, placer)
+    facts["layout"] = _layout_facts(found, placer, files)
+    if plan_only:
+        facts["plan"] = _plan_facts(found, wanted, files if wanted == "ranks" else None, memory, jobs)
+        _show(facts, as_json)
+        return
+    if found.committed is not None:  # that one again, though there may be a newer one by now
+        src = Address(src.url, "seq", str(found.committed[1].opened.record.number))
+    more = [opening(src, leased=False).wanted for _ in range(jobs - 1)]
+    with output.progress("writing") as bar:
+        done, lock = 0, threading.Lock()
+
+        def advance(nbytes: int) -> None:
+            nonlocal done
+            with lock:
+                done += nbytes
+                bar(done, content.nbytes)
+
+        if wanted == "ckpt":
+            assert number is not None
+            session = open_session(dst, budget=2 * flight_for(memory, jobs))
+            made = save_from(
+                session, found.wanted, number, layout=found.layout, append=append, more=more, advance=advance
+            )
+            result = str(made.record.document["state_id"])
+        elif files is not None and wanted == "ranks":
+            group, sources = Comm(timeout=86400.0), [found.wanted, *more]
+            result = write_ranks(sources, _folder(dst), files, group, with_sidecar=sidecar, band=band, advance=advance)
+        else:
+            options: dict[str, Any] = {"beside": naming.beside(found.named)} if wanted == "hf" else {}
+            result = WRITERS[wanted](found.wanted, _folder(dst), with_sidecar=sidecar, advance=advance, **options)
+    facts["destination"]["state_id"] = result
+    if verify:
+        again = state_id_of(_result(dst, wanted, number, sidecars.sidecar(content, result)))
+        if again != result:
+            raise CorruptCheckpoint(f"{dst}: reads as state {again}, but {result} was written; do not use it")
+        facts["destination"]["read_again"] = again
+    _show(facts, as_json)
+
+
+def _open(
+    ctx: click.Context,
+    given: str | None,
+    changes: Changes,
+    names: str | None,
+    config: Path | None,
+    src: Address,
+    leased: bool,
+) -> _Input:
+    local = split_url(src.url)[0] in ("", "file")
+    form = given or (detect(_folder(src.url)) if local else "ckpt")
+    layout = committed = None
+    source: Source
+    if form == "ckpt":
+        session = open_session(src.url)
+        src = _agreed(session, src)
+        record = find(session.log.read(), src, session.store.url)
+        if leased:
+            ctx.with_resource(lease(session.store, record.number, "ckpt-reshard"))
+            record = find(session.log.read(), src, session.store.url)
+        source = state = CommittedState(session, record)
+        committed = session, state
+        layout = state.opened.run.get("layout")
+    else:
+        if src.by != "latest":
+            raise click.UsageError(f"{src.url} is a {form} checkpoint, which has one step; leave @{src.value} out")
+        source = READERS[form](_folder(src.url))
+    model = naming.model_of(names, config, form, source.url)
+    found = _Input(form, source, *naming.changed_and_named(source, form, changes, model), layout, committed)
+    if leased and form in _UNCHECKED and found.changed_at_all and source.content.state_id is not None:
+        state_id_of(source)  # what is made of it has another id, which could not tell that a bit was flipped here
+    return found
+
+
+def _agreed(session: Session, src: Address) -> Address:
+    """Collective: the commit that the first process finds, by its number: who looks later may find a newer one."""
+    found: bytes | None = None
+    with session.comm.phase("source: find"):
+        if session.comm.rank == 0:
+            found = str(find(session.log.read(), src, session.store.url).number).encode()
+    return Address(src.url, "seq", session.comm.broadcast(found, "source: find").decode())
+
+
+def _folder(url: str) -> Path:
+    scheme, rest = split_url(url)
+    if scheme not in ("", "file"):
+        raise CkptError(f"{url}: checkpoints of other libraries are read and written in local folders only; copy it")
+    return Path(rest)
+
+
+def _result(dst: str, wanted: str, step: int | None, document: bytes) -> Source:
+    if wanted != "ckpt":
+        return READERS[wanted](_folder(dst), sidecars.parse_sidecar(document, dst))
+    session = open_session(dst)
+    return CommittedState(session, find(session.log.read(), Address(dst, "step", str(step)), dst))
+
+
+def _facts(
+    found: _Input, dst: str, wanted: str, lost: Mapping[str, str], in_sidecar: Mapping[str, str]
+) -> dict[str, Any]:
+    content, source = found.wanted.content, found.source
+    return {
+        "source": {
+            "url": source.url,
+            "format": found.format,
+            "state_id": source.content.state_id,
+            "step": found.step,
+        },
+        "destination": {"url": dst, "format": wanted, "state_id": None, "read_again": None},
+        "tensors": len(content.tensors),
+        "bytes": content.nbytes,
+        "values": len(content.values),
+        "ranks_with_values": sum(1 for r in content.ranks if r),
+        "not_carried": dict(lost),
+        "in_sidecar": dict(in_sidecar),
+        "changes": None if found.changed is None else found.changed.map,
+        "names": None if found.named is None else found.named.record,
+    }
+
+
+def _layout_facts(found: _Input, placer: Placer | None, files: list[RankFile] | None) -> dict[str, Any] | None:
+    if placer is None or files is None:
+        return None
+    held = layout_plan.held_by_source(*found.committed) if found.committed and not found.changed_at_all else None
+    return layout_plan.layout_facts(placer, files, held, found.layout)
+
+
+def _plan_facts(
+    found: _Input, wanted: str, files: list[RankFile] | None, memory: int | None, jobs: int
+) -> dict[str, Any]:
+    content = found.wanted.content
+    world = dist.get_world_size() if dist.is_initialized() and wanted in _SHARED else 1
+    sizes = layout_plan.piece_sizes(content, wanted, band_for(wanted, memory, jobs))
+    return {
+        "output": layout_plan.written(content, wanted, files),
+        "processes": layout_plan.per_process(sizes, world),
+        "memory": taken(wanted, memory, jobs),
+        "jobs": jobs,
+    }
+
+
+def _show(facts: dict[str, Any], as_json: bool) -> None:
+    if dist.is_initialized() and dist.get_rank():
+        return
+    if as_json:
+        output.write_json(facts)
+        return
+    source, destination = facts["source"], facts["destination"]
+    rows: list[tuple[str, object]] = [
+        ("from", f"{source['url']} ({source['format']})"),
+        ("state id", source["state_id"] or "not known to the format"),
+        ("to", f"{destination['url']} ({destination['format']})"),
+        ("state id", destination["state_id"] or "nothing written: --plan"),
+        ("tensors", f"{facts['tensors']}, {output.size(facts['bytes'])}"),
+        ("values", f"{facts['values']}, and those of {facts['ranks_with_values']} ranks"),
+    ]
+    if destination["read_again"]:
+        rows.append(("read again", "the same state id"))
+    if facts["in_sidecar"]:
+        rows.append((sidecars.NAME, f"{len(facts['in_sidecar'])} entries that the format cannot hold"))
+    rows += layout_plan.plan_rows(facts.get("plan"), destination["format"])
+    parts: list[output.RenderableType] = [output.facts(rows)]
+    if facts["not_carried"]:
+        parts.append("not carried:")
+        parts += [output.safe(f"  {name}: {why}") for name, why in facts["not_carried"].items()]
+    changes = facts["changes"]
+    if changes:
+        table = output.table("was", "dtype", "is", "dtype")
+        for row in changes["changed"] + [[old, "", new, ""] for old, new in changes["values"]]:
+            table.add_row(*map(output.safe, row))
+        parts.append(table)
+        parts += [output.safe(f"left out: {name}") for name in changes["left_out"]]
+    parts += naming.show(facts["names"])
+    if facts["layout"] and facts.get("plan"):
+        parts += layout_plan.show(facts["layout"])
+    output.write(parts)
