@@ -18,11 +18,13 @@ ROOMS: dict[str, set[str]] = {
     "state": {"geometry", "fingerprint", "random"},
     "data": {"geometry", "native", "random", "state"},
     "store": {"geometry", "fingerprint", "state"},
+    "inspect": {"geometry", "fingerprint", "state", "store"},
     "engine": _CORE,
     "adapters": _CORE | {"engine"},
-    "trainer": _CORE | {"engine", "adapters"},
+    "agent": _CORE | {"engine"},
+    "trainer": _CORE | {"engine", "adapters", "agent"},
     "invariant": {"geometry", "native", "random"},
-    "cli": _CORE | {"engine", "adapters", "trainer", "invariant"},
+    "cli": _CORE | {"inspect", "engine", "adapters", "agent", "trainer", "invariant"},
 }
 
 

@@ -20,7 +20,10 @@ sys.path[:0] = sys.argv[1:]
 import torch
 import ckpt
 from ckpt.fingerprint import tensor_digest, to_hex
+from ckpt.inspect.pages.show import show_page
 from ckpt.native import library
+page = {"step": 1, "url": "u", "run": {}, "tensors": [], "values": {}, "ranks": [{}]}
+assert "<svg" not in show_page(page, [], [], "") and "Layout map" in show_page(page, [], [], "")
 print(json.dumps([ckpt.__file__, library.describe(), to_hex(tensor_digest(torch.arange(1000).reshape(20, 50)))]))
 """
 

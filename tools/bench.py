@@ -1,9 +1,10 @@
 """Benchmarks against a peer in the same run: save, load and reshard-load of a sharded state.
 
-    tools/bench [--gib 2] [--ranks 4] [--repeat 5] [--dir /dev/shm] [--dir DIR ...]
+    tools/bench [--gib 2] [--ranks 4] [--repeat 6] [--cold] [--dir /dev/shm] [--dir DIR ...]
 
 Each measurement alternates ckpt and torch.distributed.checkpoint (DCP) on the same tensors, in the same processes, and
-prints medians and the ratio of medians (above 1: ckpt is faster), and where ckpt spends its time. Peak memory is the
+prints medians and the ratio of medians (above 1: ckpt is faster), and where ckpt spends its time. What verification
+costs is the difference to loads without it, one after each load. Peak memory is the
 growth of private anonymous memory summed over the ranks above the figure just before the call, sampled every 5 ms.
 """
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import gc
+import os
 import platform
 import shutil
 import statistics
@@ -19,6 +21,7 @@ import tempfile
 import threading
 import time
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -94,6 +97,10 @@ def _anonymous() -> int:
     raise RuntimeError("no RssAnon in /proc/self/status")
 
 
+OPERATIONS = ("save", "load", "reshard-load")
+UNVERIFIED = "load, unverified"
+
+
 @dataclass
 class Series:
     """Seconds (the slowest rank), memory growth (all ranks) and ckpt's phases (rank 0) of one operation."""
@@ -103,7 +110,10 @@ class Series:
     phases: list[Mapping[str, float]] = field(default_factory=list)
 
 
-def measure(series: Series, call: Callable[[], Any]) -> None:
+def measure(series: Series, call: Callable[[], Any], cold: bool) -> None:
+    if cold and dist.get_rank() == 0:
+        os.sync()
+        Path("/proc/sys/vm/drop_caches").write_text("3")
     gc.collect()
     ctypes.CDLL("libc.so.6").malloc_trim(0)  # memory that an earlier call left with the allocator counts as growth
     dist.barrier()
@@ -121,15 +131,15 @@ def measure(series: Series, call: Callable[[], Any]) -> None:
         series.phases.append(done.phases)
 
 
-def compare(rank: int, world: int, folder: str, total: int, repeat: int) -> dict[str, dict[str, Series]]:
+def compare(rank: int, world: int, folder: str, total: int, repeat: int, cold: bool) -> dict[str, dict[str, Series]]:
     """All measurements on one directory, on every rank of one job."""
     warnings.filterwarnings("ignore")
     names = shapes(total)
     saved, rows, columns = build(names, 0, True), build(names, 0, False), build(names, 1, False)
-    found = {op: {"ckpt": Series(), "dcp": Series()} for op in ("save", "load", "reshard-load")}
+    found = _no_figures()
     with ckpt.Checkpointer(f"{folder}/ckpt") as ck:
         for turn in range(repeat + 1):  # the first turn warms up and is not counted
-            counted = found if turn else {op: {"ckpt": Series(), "dcp": Series()} for op in found}
+            counted = found if turn else _no_figures()
             peer = f"{folder}/dcp-{turn}"
             operations: list[tuple[str, str, Callable[[], Any]]] = [
                 ("save", "ckpt", partial(ck.save, turn, saved)),
@@ -138,17 +148,23 @@ def compare(rank: int, world: int, folder: str, total: int, repeat: int) -> dict
                 ("load", "dcp", partial(dcp.load, dict(rows), checkpoint_id=peer)),
                 ("reshard-load", "ckpt", partial(ck.load, columns)),
                 ("reshard-load", "dcp", partial(dcp.load, dict(columns), checkpoint_id=peer)),
+                (UNVERIFIED, "ckpt", partial(ck.load, rows, verify=False)),
+                (UNVERIFIED, "verified", partial(ck.load, rows)),
             ]
             for start in range(0, len(operations), 2):
                 pair = operations[start : start + 2]
                 for op, library, call in pair if turn % 2 else reversed(pair):
-                    measure(counted[op][library], call)
+                    measure(counted[op][library], call, cold)
             dist.barrier()
             if rank == 0:
                 shutil.rmtree(peer)
                 _drop_attempts(Path(folder, "ckpt"))
             dist.barrier()
     return found
+
+
+def _no_figures() -> dict[str, dict[str, Series]]:
+    return {op: defaultdict(Series) for op in (*OPERATIONS, UNVERIFIED)}
 
 
 def _drop_attempts(root: Path) -> None:
@@ -160,15 +176,20 @@ def _drop_attempts(root: Path) -> None:
 def report(folder: str, found: dict[str, dict[str, Series]], total: int) -> None:
     print(f"\n{folder}")
     print(f"{'':14}{'ckpt s':>9}{'DCP s':>9}{'ratio':>8}{'ckpt GiB/s':>12}{'ckpt peak':>11}{'DCP peak':>10}")
-    for op, both in found.items():
+    for op in OPERATIONS:
+        both = found[op]
         ours, theirs = (statistics.median(both[k].seconds) for k in ("ckpt", "dcp"))
         peaks = [100 * max(both[k].growth) / total for k in ("ckpt", "dcp")]
         print(
             f"{op:14}{ours:9.2f}{theirs:9.2f}{theirs / ours:8.2f}{total / GIB / ours:12.2f}"
             f"{peaks[0]:10.0f}%{peaks[1]:9.0f}%"
         )
-    for op, both in found.items():
-        print(f"{op} of ckpt: {_shares(both['ckpt'].phases)}")
+    for op in OPERATIONS:
+        print(f"{op} of ckpt: {_shares(found[op]['ckpt'].phases)}")
+    pairs = zip(found[UNVERIFIED]["verified"].seconds, found[UNVERIFIED]["ckpt"].seconds, strict=True)
+    cost = [100 * (1 - without / verified) for verified, without in pairs]
+    spread = f"{min(cost):.0f} to {max(cost):.0f} %"
+    print(f"verification takes {statistics.median(cost):.0f} % of a load (median of pairs; {spread})")
 
 
 def _shares(phases: Sequence[Mapping[str, float]]) -> str:
@@ -181,7 +202,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gib", type=float, default=2.0, help="size of the whole state")
     parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--repeat", type=int, default=6, help="an even number lets each go first equally often")
+    parser.add_argument("--cold", action="store_true", help="drop the page cache before each call (needs root)")
     parser.add_argument("--dir", action="append", help="where to save; may be given several times")
     args = parser.parse_args()
     total = sum(4 * a * b for _, (a, b) in shapes(int(args.gib * GIB)))
@@ -192,7 +214,7 @@ def main() -> None:
     for base in args.dir or ["/dev/shm"]:
         folder = tempfile.mkdtemp(prefix="ckpt-bench-", dir=base)
         try:
-            results = run_ranks(args.ranks, compare, folder, total, args.repeat, timeout=1800)
+            results = run_ranks(args.ranks, compare, folder, total, args.repeat, args.cold, timeout=1800)
             report(base, results[0], total)
         finally:
             shutil.rmtree(folder, ignore_errors=True)

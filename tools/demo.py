@@ -8,7 +8,8 @@ A small Megatron Core GPT learns to write Python from the standard library's sou
 1. 4 processes as TP2 x PP2 train and save, and are all killed with SIGKILL while a save is under way;
 2. 2 processes as DP2 resume from what was committed, train on, save;
 3. 4 processes as TP4 resume from that, train on, save;
-4. zarr-python, which knows nothing of ckpt, opens the last checkpoint.
+4. zarr-python, which knows nothing of ckpt, opens the last checkpoint;
+5. a run with invariant numerics changes its layout, loses processes, and has the same losses as one that never stopped.
 
 This process starts the workers (itself, as `demo.py worker`), reads the JSON lines of rank 0 and checks them.
 """
@@ -37,6 +38,7 @@ sys.path.append(str(ROOT))  # for tests.support, which is not installed
 
 from tests.support.ports import free_ports  # noqa: E402
 from tests.support.s3 import S3Server  # noqa: E402
+from tools.demo_finale import NotTheSame, finale  # noqa: E402
 
 EVERY = 4  # steps between saves
 KILL_FROM = 12  # the first step whose save may be killed
@@ -76,8 +78,9 @@ def work(args: argparse.Namespace) -> None:
     import torch.distributed as dist
 
     import ckpt
+    from tests.support.gpt_oracle import GptSize
     from tests.support.megatron_cpu import megatron_on_cpu
-    from tests.support.tiny_gpt import GptSize, parallel, raw_bytes
+    from tests.support.tiny_gpt import parallel, raw_bytes
     from tests.support.training import make_trainer, train_step
 
     torch.set_num_threads(1)
@@ -411,8 +414,9 @@ def main() -> int:
                 url, options, env = server.url("demo"), server.storage_options, server.env
             print(f"Checkpoints go to {url}" + ("" if args.local else f" on {server.endpoint}"), flush=True)
             tell_story(Story(url, options, env, folder))
+            finale(url, options, folder)
             print(f"Done in {time.monotonic() - began:.0f} s.")
-    except Failed as error:
+    except (Failed, NotTheSame) as error:
         print(f"\ndemo failed: {error}", file=sys.stderr)
         return 1
     return 0

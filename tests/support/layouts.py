@@ -21,10 +21,11 @@ import torch
 
 import ckpt
 from ckpt import Layout
+from tests.support.gpt_oracle import GptSize, Place
 from tests.support.megatron_cpu import megatron_on_cpu
 from tests.support.ranks import Crew
 from tests.support.roots import Root
-from tests.support.tiny_gpt import GptSize, Place, build_model, label_model, parallel, place, raw_bytes, wrong_bits
+from tests.support.tiny_gpt import build_model, label_model, parallel, place, raw_bytes, wrong_bits
 
 STEP = 41  # the step inside a labelled state
 LR = 3e-4  # its learning rate; a fresh optimizer has AdamW's default

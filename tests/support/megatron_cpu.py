@@ -30,6 +30,17 @@ from torch.overrides import TorchFunctionMode
 
 _MISSING = object()
 
+PLAIN: dict[str, Any] = {
+    "use_cpu_initialization": True,
+    "gradient_accumulation_fusion": False,
+    "bias_dropout_fusion": False,
+    "bias_activation_fusion": False,
+    "masked_softmax_fusion": False,
+    "apply_rope_fusion": False,
+    "persist_layer_norm": False,
+}
+"""Fields of a TransformerConfig without fused kernels, which the CPU has none of."""
+
 
 def _names_cuda(value: object) -> bool:
     if isinstance(value, str):

@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from tests.support.tiny_gpt import GptSize, build_model, cut_local, full_tensors, labels, place
+from tests.support.gpt_oracle import GptSize, cut_local, full_tensors, labels
+from tests.support.tiny_gpt import build_model, place
 from tests.support.training import run_batch
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

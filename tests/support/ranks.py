@@ -7,14 +7,15 @@
         crew.run(first)
         crew.run(second, arg)
 
-`fn` is a function at the top level of a module. Ranks are spawned, never forked: TensorStore aborts in a
-forked child. A rank that dies, hangs or raises cannot leave others behind: whatever happens, all processes
-are gone at the end.
+`fn` is a function at the top level of a module. Ranks come from a fork server that has imported torch and Megatron,
+which takes seconds, and never TensorStore, which aborts in a forked child. A rank that dies, hangs or raises cannot
+leave others behind: whatever happens, all processes are gone at the end.
 """
 
 import faulthandler
 import multiprocessing
 import multiprocessing.connection
+import multiprocessing.forkserver
 import os
 import pickle
 import signal
@@ -28,7 +29,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection
-from multiprocessing.context import SpawnProcess
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from multiprocessing.process import parent_process
 from pathlib import Path
 from types import TracebackType
@@ -40,7 +41,21 @@ RankFn = Callable[..., Any]
 
 _GRACE = 15.0  # how long the others may go on after a rank has failed, where no failure was expected
 _STOP = 10.0  # how long a rank may take to end when it is told to
-_spawning = threading.Lock()  # os.environ is changed while a process starts
+_starting = threading.Lock()  # os.environ is changed while the server starts
+_ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+_PRELOAD = [  # never ckpt, which imports TensorStore: that aborts in a forked child
+    "torch",
+    "torch.distributed.tensor",
+    "torch.distributed.fsdp",
+    "numpy",
+    "ml_dtypes",
+    "megatron.core.distributed",
+    "megatron.core.models.gpt",
+    "megatron.core.models.gpt.gpt_layer_specs",
+    "megatron.core.optimizer",
+    "megatron.core.optimizer_param_scheduler",
+    "megatron.core.pipeline_parallel",
+]
 
 
 @dataclass(frozen=True)
@@ -114,28 +129,21 @@ class Crew:
         self.world = world
         self.broken = False
         self._scratch = tempfile.TemporaryDirectory(prefix="ckpt-ranks-")
-        self._processes: list[SpawnProcess] = []
+        self._processes: list[ForkServerProcess] = []
         self._pipes: list[Connection] = []
         # Registered before the first start, so that an exit of the interpreter in between ends the ranks too.
         self._cleanup = weakref.finalize(self, _end, self._processes, self._pipes, self._scratch)
-        context = multiprocessing.get_context("spawn")
+        context = _context()
         port = free_ports(1)[0]
         for rank in range(world):
             ours, theirs = context.Pipe()
-            rank_env = _rank_env(rank, world, port) | dict(env or {})
+            rank_env = dict(os.environ) | _rank_env(rank, world, port) | dict(env or {})
             process = context.Process(
                 target=_rank_main,
-                args=(theirs, rank, world, init, str(self._stacks(rank))),
+                args=(theirs, rank, world, init, str(self._stacks(rank)), rank_env),
                 name=f"rank {rank}",
             )
-            with _spawning:
-                before = dict(os.environ)
-                os.environ.update(rank_env)
-                try:
-                    process.start()
-                finally:
-                    os.environ.clear()
-                    os.environ.update(before)
+            process.start()
             theirs.close()
             self._processes.append(process)
             self._pipes.append(ours)
@@ -248,7 +256,9 @@ class Crew:
             self._cleanup()
 
 
-def _end(processes: list[SpawnProcess], pipes: list[Connection], scratch: tempfile.TemporaryDirectory[str]) -> None:
+def _end(
+    processes: list[ForkServerProcess], pipes: list[Connection], scratch: tempfile.TemporaryDirectory[str]
+) -> None:
     """Kills what is still there, with all that it started itself, and tidies up."""
     for process in processes:
         if process.is_alive():
@@ -263,7 +273,7 @@ def _end(processes: list[SpawnProcess], pipes: list[Connection], scratch: tempfi
     scratch.cleanup()
 
 
-def _kill_group(process: SpawnProcess) -> None:
+def _kill_group(process: ForkServerProcess) -> None:
     pid = process.pid
     assert pid is not None
     try:
@@ -272,6 +282,21 @@ def _kill_group(process: SpawnProcess) -> None:
     except ProcessLookupError:
         pass
     process.kill()
+
+
+def _context() -> ForkServerContext:
+    """Ranks are forked from a server that has imported what takes seconds to import, and has no threads."""
+    context = multiprocessing.get_context("forkserver")
+    with _starting:
+        context.set_forkserver_preload(_PRELOAD)
+        before = {name: os.environ.get(name) for name in _ONE_THREAD}
+        os.environ.update(_ONE_THREAD)
+        try:
+            multiprocessing.forkserver.ensure_running()
+        finally:
+            for name, value in before.items():
+                os.environ.pop(name) if value is None else os.environ.update({name: value})
+    return context
 
 
 def _rank_env(rank: int, world: int, port: int) -> dict[str, str]:
@@ -292,7 +317,9 @@ def _rank_env(rank: int, world: int, port: int) -> dict[str, str]:
 # From here on: in the rank's process.
 
 
-def _rank_main(pipe: Connection, rank: int, world: int, init: bool, stacks: str) -> None:
+def _rank_main(pipe: Connection, rank: int, world: int, init: bool, stacks: str, env: dict[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(env)
     os.setsid()  # its own group: what it starts can be ended with it, and Ctrl-C goes to the parent alone
     threading.Thread(target=_die_with_parent, daemon=True).start()
     dump = open(stacks + ".new", "w")  # noqa: SIM115 (faulthandler writes to it as long as the process lives)
@@ -352,6 +379,8 @@ def _finish() -> None:
 
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
+    for child in multiprocessing.active_children():  # Megatron's manager of queues would outlive everything
+        child.kill()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

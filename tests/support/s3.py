@@ -114,6 +114,18 @@ class S3Server:
             ),
         )
 
+    def add_key(self, actions: str) -> dict[str, str]:
+        """`storage_options` with a new pair of keys that may do this, such as "Read,List" or "Admin"."""
+        key, secret = "ckpt-" + secrets.token_hex(6), secrets.token_hex(16)
+        servers = [f"-{name}=127.0.0.1:{self._ports[name]}" for name in ("master", "filer")]
+        line = f"s3.configure -user {key} -access_key {key} -secret_key {secret} -actions {actions} -apply\n"
+        done = subprocess.run(
+            [weed_binary(), "shell", *servers], input=line, capture_output=True, text=True, timeout=60, check=True
+        )
+        if key not in done.stdout:
+            raise RuntimeError(f"the S3 server made no keys:\n{done.stdout}{done.stderr}")
+        return {**self.storage_options, "access_key": key, "secret_key": secret}
+
     def log(self) -> str:
         """What the server has printed so far."""
         if self.directory is None:

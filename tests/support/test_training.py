@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.gpt_oracle import GptSize, cut_local, full_tensors
 from tests.support.megatron_cpu import megatron_on_cpu
 from tests.support.ranks import Crew
-from tests.support.tiny_gpt import GptSize, cut_local, full_tensors, parallel, place, raw_bytes
+from tests.support.tiny_gpt import parallel, place, raw_bytes
 from tests.support.training import global_batch, make_trainer, train_step
 
 TIED = GptSize(tied=True, kv_groups=4, heads=8)

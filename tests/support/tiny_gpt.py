@@ -1,237 +1,27 @@
-"""A small real Megatron Core GPTModel for any layout, and what each of its parameters must hold, bit for bit.
+"""A small real Megatron Core GPTModel for any layout, to be held against the oracle (`gpt_oracle`).
 
-The oracle (`full_tensors`, `expected_local`) knows nothing of ckpt and imports no Megatron: it makes each
-complete logical tensor, labelled so that every element says which one it is, and cuts a rank's part out by
-plain slicing. Tests load a checkpoint into a model and compare its raw bytes with that (`wrong_bits`).
-
-    with parallel(tp=2, pp=2):
-        with megatron_on_cpu():
-            model = build_model(GptSize(), seed=1)
-        label_model(model)
-        ...
-        assert wrong_bits(model) == []
+with parallel(tp=2, pp=2):
+    with megatron_on_cpu():
+        model = build_model(GptSize(), seed=1)
+    label_model(model)
+    ...
+    assert wrong_bits(model) == []
 """
 
 import contextlib
-import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from tests.support.megatron_cpu import megatron_on_cpu
-
-PARAM, EXP_AVG, EXP_AVG_SQ = 0, 1, 2
-"""Which labels: the parameters' or an Adam moment's. Any other small number gives a set of its own."""
+from tests.support.gpt_oracle import EXP_AVG, EXP_AVG_SQ, PARAM, GptSize, Place, expected_local
+from tests.support.megatron_cpu import PLAIN, megatron_on_cpu
 
 
-@dataclass(frozen=True)
-class GptSize:
-    """What the model is, whatever the layout. `ffn` is 4 x hidden, `kv_groups` is heads, unless given."""
-
-    layers: int = 4
-    hidden: int = 64
-    heads: int = 4
-    ffn: int | None = None
-    vocab: int = 256
-    seq: int = 32
-    kv_groups: int | None = None
-    gated: bool = True
-    experts: int | None = None
-    tied: bool = False
-    dtype: torch.dtype = torch.float32
-
-    @property
-    def ffn_size(self) -> int:
-        return self.ffn or 4 * self.hidden
-
-    @property
-    def groups(self) -> int:
-        return self.kv_groups or self.heads
-
-    @property
-    def head_dim(self) -> int:
-        return self.hidden // self.heads
-
-
-@dataclass(frozen=True)
-class Place:
-    """The layout and a rank's coordinates in it. Experts are cut by `etp` and `ep`, all else by `tp`."""
-
-    tp: int = 1
-    pp: int = 1
-    ep: int = 1
-    etp: int = 1
-    tp_rank: int = 0
-    pp_rank: int = 0
-    ep_rank: int = 0
-    etp_rank: int = 0
-
-
-# --- The oracle ---
-
-
-@dataclass(frozen=True)
-class _Rule:
-    """One logical tensor: its key, its name on a rank, the shape of one layer's slice, and how TP cuts that.
-
-    `where` is the part of the model: embedding (first stage), layer, expert, or head (last stage). Outside of
-    the layers the local name is the key.
-    """
-
-    key: str
-    local: str
-    shape: tuple[int, ...]
-    cut: str
-    where: str
-
-
-def _rules(size: GptSize) -> list[_Rule]:
-    h, f = size.hidden, size.ffn_size
-    qkv = (size.heads + 2 * size.groups) * size.head_dim
-    bias = size.experts is None
-    rules = [
-        _Rule("embedding.word_embeddings.weight", "", (size.vocab, h), "rows", "embedding"),
-        _Rule("embedding.position_embeddings.weight", "", (size.seq, h), "whole", "embedding"),
-    ]
-
-    def layer(name: str, local: str, shape: tuple[int, ...], cut: str) -> None:
-        local = f"decoder.layers.{{layer}}.{local}"
-        rules.append(_Rule(f"decoder.layers.{name}", local, shape, cut, "layer"))
-
-    def linear(name: str, out: int, into: int, cut: str) -> None:
-        layer(f"{name}.weight", f"{name}.weight", (out, into), cut)
-        if bias:  # that of a linear cut by columns is added after the sum over TP, so it is whole on every rank
-            layer(f"{name}.bias", f"{name}.bias", (out,), "whole" if cut == "columns" else cut)
-
-    def norm(name: str, local: str) -> None:
-        for part in ("weight", "bias"):
-            layer(f"{name}_{part}", f"{local}.{part}", (h,), "whole")
-
-    fc1 = (f * 2, "gated") if size.gated else (f, "rows")
-    norm("self_attention.linear_qkv.layer_norm", "input_layernorm")
-    linear("self_attention.linear_qkv", qkv, h, "groups")
-    linear("self_attention.linear_proj", h, size.heads * size.head_dim, "columns")
-    norm("mlp.linear_fc1.layer_norm", "pre_mlp_layernorm")
-    if size.experts is None:
-        linear("mlp.linear_fc1", fc1[0], h, fc1[1])
-        linear("mlp.linear_fc2", h, f, "columns")
-    else:
-        layer("mlp.router.weight", "mlp.router.weight", (size.experts, h), "whole")
-        for name, shape, cut in (("linear_fc1", (fc1[0], h), fc1[1]), ("linear_fc2", (h, f), "columns")):
-            local = f"decoder.layers.{{layer}}.mlp.experts.local_experts.{{expert}}.{name}.weight"
-            key = f"decoder.layers.mlp.experts.experts.{name}.weight"
-            rules.append(_Rule(key, local, shape, cut, "expert"))
-    for part in ("weight", "bias"):
-        rules.append(_Rule(f"decoder.final_layernorm.{part}", "", (h,), "whole", "head"))
-    if not size.tied:
-        rules.append(_Rule("output_layer.weight", "", (size.vocab, h), "rows", "head"))
-    return rules
-
-
-def _full_shape(rule: _Rule, size: GptSize) -> tuple[int, ...]:
-    if rule.where == "expert":
-        return (size.layers, size.experts or 0, *rule.shape)
-    return (size.layers, *rule.shape) if rule.where == "layer" else rule.shape
-
-
-def labels(first: int, count: int, dtype: torch.dtype) -> torch.Tensor:
-    """`count` finite numbers whose bits tell element `first`, `first + 1`, … apart.
-
-    float32: distinct for all numbers below 100 x 2^24: the low 24 bits of the number, mixed, are mantissa and
-    sign, the rest moves the exponent. bfloat16 has too few bits for that: it gets 14 mixed ones, so near
-    numbers differ and any two are equal with a chance of 2^-14.
-    """
-    index = torch.arange(first, first + count, dtype=torch.int64)
-    if dtype == torch.float32:
-        mixed = (index * 0x9E3779B1) & 0xFFFFFF
-        bits = ((mixed >> 23) << 31) | ((100 + (index >> 24)) << 23) | (mixed & 0x7FFFFF)
-        return torch.where(bits >= 1 << 31, bits - (1 << 32), bits).to(torch.int32).view(torch.float32)
-    if dtype == torch.bfloat16:
-        mixed = ((index * 0x9E3779B1) & 0xFFFFFFFF) >> 18
-        bits = ((mixed >> 13) << 15) | ((64 + ((mixed >> 7) & 0x3F)) << 7) | (mixed & 0x7F)
-        return torch.where(bits >= 1 << 15, bits - (1 << 16), bits).to(torch.int16).view(torch.bfloat16)
-    raise ValueError(f"no labels for {dtype}")
-
-
-def full_tensors(size: GptSize, which: int = PARAM) -> dict[str, torch.Tensor]:
-    """Every complete logical tensor, labelled, by its canonical (Megatron sharded) name.
-
-    A layer's tensors are stacked over the layers, an expert's over layers and experts.
-    """
-    rules = _rules(size)
-    counts = [math.prod(_full_shape(rule, size)) for rule in rules]
-    first = which * sum(counts)
-    full = {}
-    for rule, count in zip(rules, counts, strict=True):
-        full[rule.key] = labels(first, count, size.dtype).reshape(_full_shape(rule, size))
-        first += count
-    return full
-
-
-def _tp_part(tensor: torch.Tensor, cut: str, size: GptSize, parts: int, part: int) -> torch.Tensor:
-    """One TP rank's part of one layer's tensor."""
-
-    def rows(whole: torch.Tensor) -> torch.Tensor:
-        count, rest = divmod(whole.shape[0], parts)
-        if rest:
-            raise ValueError(f"{whole.shape[0]} rows do not divide by {parts}")
-        return whole[part * count : (part + 1) * count]
-
-    if cut == "whole":
-        return tensor
-    if cut == "rows":
-        return rows(tensor)
-    if cut == "columns":
-        return rows(tensor.T).T
-    if cut == "gated":
-        half = tensor.shape[0] // 2
-        return torch.cat([rows(tensor[:half]), rows(tensor[half:])])
-    if cut == "groups":  # each query group has its queries, then its key, then its value
-        by_group = tensor.reshape(size.groups, -1, *tensor.shape[1:])
-        return rows(by_group).flatten(0, 1)
-    raise ValueError(cut)
-
-
-def expected_local(size: GptSize, place: Place, which: int = PARAM) -> dict[str, torch.Tensor]:
-    """What each entry of `named_parameters()` must hold at a place: copies of slices of `full_tensors`."""
-    return cut_local(size, place, full_tensors(size, which))
-
-
-def cut_local(size: GptSize, place: Place, full: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The parts that a place has of any complete tensors with the names and shapes of `full_tensors`."""
-    first_stage, last_stage = place.pp_rank == 0, place.pp_rank == place.pp - 1
-    per_stage = size.layers // place.pp
-    local: dict[str, torch.Tensor] = {}
-    for rule in _rules(size):
-        whole = full[rule.key]
-        if (rule.where == "embedding" and first_stage) or (rule.where == "head" and last_stage):
-            local[rule.key] = _tp_part(whole, rule.cut, size, place.tp, place.tp_rank)
-        if rule.where not in ("layer", "expert"):
-            continue
-        for index in range(per_stage):
-            of_layer = whole[place.pp_rank * per_stage + index]
-            if rule.where == "layer":
-                name = rule.local.format(layer=index)
-                local[name] = _tp_part(of_layer, rule.cut, size, place.tp, place.tp_rank)
-                continue
-            per_rank = of_layer.shape[0] // place.ep
-            for expert in range(per_rank):
-                name = rule.local.format(layer=index, expert=expert)
-                of_expert = of_layer[place.ep_rank * per_rank + expert]
-                local[name] = _tp_part(of_expert, rule.cut, size, place.etp, place.etp_rank)
-    if size.tied and last_stage and not first_stage:  # the last stage keeps its own copy of the embedding
-        whole = full["embedding.word_embeddings.weight"]
-        local["output_layer.weight"] = _tp_part(whole, "rows", size, place.tp, place.tp_rank)
-    return {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in local.items()}
-
-
-# --- The model ---
-
-
-def initialize(tp: int = 1, pp: int = 1, dp: int = 1, ep: int = 1, seed: int = 1, etp: int | None = None) -> None:
+def initialize(
+    tp: int = 1, pp: int = 1, dp: int = 1, ep: int = 1, seed: int = 1, etp: int | None = None, vpp: int = 1
+) -> None:
     """Set Megatron's parallel state up over the gloo world, which must have tp x pp x dp ranks.
 
     Needs `megatron_on_cpu()`. Experts are cut by `etp`, which is `tp` unless given; etp x ep must divide
@@ -245,6 +35,7 @@ def initialize(tp: int = 1, pp: int = 1, dp: int = 1, ep: int = 1, seed: int = 1
     parallel_state.initialize_model_parallel(
         tp,
         pp,
+        vpp if vpp > 1 else None,
         expert_model_parallel_size=ep,
         expert_tensor_parallel_size=etp,
         create_gloo_process_groups=False,
@@ -270,14 +61,14 @@ def destroy(barrier: bool = True) -> None:
 
 @contextlib.contextmanager
 def parallel(
-    tp: int = 1, pp: int = 1, dp: int = 1, ep: int = 1, seed: int = 1, etp: int | None = None
+    tp: int = 1, pp: int = 1, dp: int = 1, ep: int = 1, seed: int = 1, etp: int | None = None, vpp: int = 1
 ) -> Iterator[None]:
     """`initialize` for the time of a with statement, `destroy` after it, also after an error.
 
     It holds `megatron_on_cpu()` only while it initialises; training within it needs that too.
     """
     with megatron_on_cpu():
-        initialize(tp, pp, dp, ep, seed, etp)
+        initialize(tp, pp, dp, ep, seed, etp, vpp)
     try:
         yield
     except BaseException:
@@ -302,18 +93,10 @@ def place() -> Place:
     )
 
 
-def build_model(size: GptSize, seed: int) -> Any:
-    """This rank's part of a GPTModel, with a random init that depends on the seed. Needs `megatron_on_cpu()`.
-
-    Replicas start equal if they are given one seed. `model.gpt_size` is the size.
-    """
-    from megatron.core import parallel_state as ps
-    from megatron.core.distributed import finalize_model_grads
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+def make_config(size: GptSize, here: Place, **options: Any) -> Any:
+    """The TransformerConfig of a size at a place. options: more fields, or other values."""
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    here = place()
     experts: dict[str, Any] = {}
     if size.experts is not None:
         experts = {
@@ -325,7 +108,7 @@ def build_model(size: GptSize, seed: int) -> Any:
             "expert_model_parallel_size": here.ep,
             "expert_tensor_parallel_size": here.etp,
         }
-    config = TransformerConfig(
+    fields: dict[str, Any] = dict(
         num_layers=size.layers,
         hidden_size=size.hidden,
         num_attention_heads=size.heads,
@@ -333,34 +116,45 @@ def build_model(size: GptSize, seed: int) -> Any:
         ffn_hidden_size=size.ffn_size,
         tensor_model_parallel_size=here.tp,
         pipeline_model_parallel_size=here.pp,
+        virtual_pipeline_model_parallel_size=here.vpp if here.vpp > 1 else None,
         params_dtype=size.dtype,
         pipeline_dtype=size.dtype,
         bf16=size.dtype == torch.bfloat16,
         gated_linear_unit=size.gated,
         activation_func=torch.nn.functional.silu if size.gated else torch.nn.functional.gelu,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        use_cpu_initialization=True,
-        gradient_accumulation_fusion=False,
-        bias_dropout_fusion=False,
-        bias_activation_fusion=False,
-        masked_softmax_fusion=False,
-        persist_layer_norm=False,
-        finalize_model_grads_func=finalize_model_grads,
+        hidden_dropout=size.dropout,
+        attention_dropout=size.dropout,
         **experts,
     )
+    return TransformerConfig(**(PLAIN | fields | options))
+
+
+def build_model(size: GptSize, seed: int, here: Place | None = None, **options: Any) -> Any:
+    """This rank's part of a GPTModel, with a random init that depends on the seed. Needs `megatron_on_cpu()`.
+
+    Replicas start equal if they are given one seed. here: where the part lies, for one of several chunks or an uneven
+    split; `place()` unless given. options: more fields of the TransformerConfig. `model.gpt_size` is the size,
+    `model.gpt_place` the place.
+    """
+    from megatron.core.distributed import finalize_model_grads
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    here = here or place()
+    config = make_config(size, here, finalize_model_grads_func=finalize_model_grads, **options)
     # CPU initialisation draws whole weights and cuts them: TP and DP ranks must draw the same.
-    torch.manual_seed(seed * 1000 + here.pp_rank)
+    torch.manual_seed(seed * 1000 + here.stage)
     model = GPTModel(
         config,
         get_gpt_layer_local_spec(num_experts=size.experts, moe_grouped_gemm=False),
         vocab_size=size.vocab,
         max_sequence_length=size.seq,
-        pre_process=ps.is_pipeline_first_stage(),
-        post_process=ps.is_pipeline_last_stage(),
+        pre_process=here.stage == 0,
+        post_process=here.is_last_stage,
         share_embeddings_and_output_weights=size.tied,
+        vp_stage=here.chunk if here.vpp > 1 else None,
     ).to(size.dtype)
-    model.gpt_size = size
+    model.gpt_size, model.gpt_place = size, here
     return model
 
 
@@ -382,7 +176,7 @@ def _against_oracle(
     wanted: dict[int, dict[str, torch.Tensor]] = {}
     for name, tensor, which in _held(model, optimizer):
         if which not in wanted:
-            wanted[which] = expected_local(model.gpt_size, place(), which + shift)
+            wanted[which] = expected_local(model.gpt_size, model.gpt_place, which + shift)
         yield f"{name} ({('param', 'exp_avg', 'exp_avg_sq')[which]})", tensor, wanted[which].get(name)
 
 
@@ -419,7 +213,7 @@ def wrong_bits(model: Any, optimizer: torch.optim.Optimizer | None = None, shift
         elif raw_bytes(tensor) != raw_bytes(wanted):
             differ = int((_words(tensor) != _words(wanted)).sum())
             wrong.append(f"{name}: {differ} of {tensor.numel()} elements differ")
-    missing = set(expected_local(model.gpt_size, place())) - seen
+    missing = set(expected_local(model.gpt_size, model.gpt_place)) - seen
     return wrong + [f"{name}: not in the model" for name in sorted(missing)]
 
 

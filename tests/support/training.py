@@ -21,7 +21,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from tests.support.tiny_gpt import GptSize, build_model
+from tests.support.gpt_oracle import GptSize
+from tests.support.tiny_gpt import build_model
 
 
 @dataclass
@@ -104,6 +105,11 @@ def train_step(trainer: Trainer, step: int, batch: int = 16, micro: int = 2) -> 
 def run_batch(wrapped: Any, size: GptSize, step: int, batch: int, micro: int) -> float:
     """Runs the step's global batch forward and backward through Megatron's schedule. Gives the mean loss over the
     batch, on every rank."""
+    return run_microbatches(wrapped, size, _microbatches(step, batch, micro, size.seq), batch, micro)
+
+
+def run_microbatches(wrapped: Any, size: GptSize, data: Iterator[torch.Tensor], batch: int, micro: int) -> float:
+    """`run_batch` on this rank's microbatches of any global batch, each (micro, seq + 1) tokens."""
     from megatron.core import parallel_state as ps
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -112,7 +118,7 @@ def run_batch(wrapped: Any, size: GptSize, step: int, batch: int, micro: int) ->
         raise ValueError(f"a batch of {batch} does not divide into microbatches of {micro} on {dp} replicas")
     losses = get_forward_backward_func()(
         forward_step_func=_forward,
-        data_iterator=_microbatches(step, batch, micro, size.seq),
+        data_iterator=data,
         model=[wrapped],
         num_microbatches=batch // dp // micro,
         seq_length=size.seq,
