@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from ckpt.adapters.foreign import sidecar as sidecars
 from ckpt.adapters.foreign.changes import Changed, Changes
-from ckpt.adapters.foreign.formats import READERS, WRITERS, detect
+from ckpt.adapters.foreign.formats import OUTPUTS, READERS, WRITERS, detect
 from ckpt.adapters.foreign.into import open_session, save_from
 from ckpt.adapters.foreign.memory import band_for, flight_for, taken
 from ckpt.adapters.foreign.naming import AUTO, Named
@@ -36,7 +36,7 @@ from ckpt.inspect.address import Address, find
 from ckpt.store.leases import lease
 from ckpt.store.objects import split_url
 
-_SHARED = ("ckpt", "ranks")  # formats whose writing processes and threads share
+_THREADED = ("ckpt", "ranks")  # formats whose writing the threads of a process share
 
 _UNCHECKED = ("hf", "ranks")
 """Formats without checksums: their sidecar alone tells that a bit was flipped."""
@@ -120,17 +120,15 @@ def reshard(
     Megatron Core), hf (safetensors) and ranks (a safetensors file for each rank of the layout --to), in folders;
     mp_rank (a file for each rank, of an older Megatron) is read. Ours needs no target layout: any layout loads it.
 
-    A result in our format goes on where it was killed. Under torchrun the processes share the work of ckpt and ranks.
+    Called again after a kill it goes on where it was; ranks alone start anew. Under torchrun processes share the work.
 
     Exit codes: as those of ckpt.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
-        if wanted not in _SHARED and not plan_only:
-            raise click.UsageError(f"--format {wanted} is written by one process; run it without torchrun")
         dist.init_process_group("gloo")
         ctx.call_on_close(dist.destroy_process_group)
     layout_plan.check_asked(wanted, to, shard, plan_only)
-    if jobs > 1 and wanted not in _SHARED:
+    if jobs > 1 and wanted not in _THREADED:
         raise click.UsageError(f"--format {wanted} is written by one thread; leave --jobs out")
     band = band_for(wanted, memory, jobs)
     opening = partial(_open, ctx, given, Changes(select, rename, dtype), names, config)
@@ -274,8 +272,11 @@ def _plan_facts(
     found: _Input, wanted: str, files: list[RankFile] | None, memory: int | None, jobs: int
 ) -> dict[str, Any]:
     content = found.wanted.content
-    world = dist.get_world_size() if dist.is_initialized() and wanted in _SHARED else 1
-    sizes = layout_plan.piece_sizes(content, wanted, band_for(wanted, memory, jobs))
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    if wanted in OUTPUTS:
+        sizes = [piece.reads for piece in OUTPUTS[wanted](content).plan.pieces]
+    else:
+        sizes = layout_plan.piece_sizes(content, wanted, band_for(wanted, memory, jobs))
     return {
         "output": layout_plan.written(content, wanted, files),
         "processes": layout_plan.per_process(sizes, world),

@@ -1,144 +1,191 @@
-"""Writes any state at rest as a checkpoint of torch.distributed.checkpoint, through that library's own writer."""
+"""Writes any state at rest as a checkpoint of torch.distributed.checkpoint.
+
+Each file has some slabs of tensors, as `torch.save` writes them one after the other, which is what that library's own
+writer does; the metadata is written by it. What changes from one of its saves to the next, the path and a random number
+in the metadata, is left out or is the state id, so that equal states have equal files.
+"""
 
 from __future__ import annotations
 
-import dataclasses
+import hashlib
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
-from torch.distributed.checkpoint import FileSystemWriter, SavePlan, SavePlanner
-from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
+    StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 
-from ckpt.adapters.foreign.folders import new_folder
+from ckpt.adapters.foreign.pieces import Out, Piece, Plan, write_pieces
 from ckpt.adapters.foreign.sidecar import NAME, foreign_names, sidecar
 from ckpt.adapters.foreign.slabs import slabs
-from ckpt.adapters.foreign.witness import Witness
-from ckpt.engine.stream import Advance, Source
+from ckpt.engine.faults import FaultPoint, no_faults
+from ckpt.engine.group import Group
+from ckpt.engine.stream import Advance, Content, Source
 from ckpt.geometry import Box, TensorSpec
 from ckpt.state.dtypes import torch_dtype
 from ckpt.state.names import split
 from ckpt.state.values import decode
 
 CHUNK = 16 << 20  # a few of them are in memory at a time
+FILE_BYTES = 256 << 20  # of tensors in a file, which is one piece
+METADATA = ".metadata"
+
+Item: TypeAlias = tuple[str, TensorSpec | None, Box | None]  # a key, and a slab of its tensor, or none: it is an object
 
 
 def write_dcp(
     source: Source,
     folder: Path,
+    group: Group | None = None,
     *,
     with_sidecar: bool = True,
-    objects: Mapping[str, Any] | None = None,
-    beside: Mapping[str, bytes] = {},
+    file_bytes: int = FILE_BYTES,
     advance: Advance = lambda n: None,
+    faults: FaultPoint = no_faults,
 ) -> str:
-    """Writes into a folder that is new or empty, and gives the state id. Tied tensors are written under each of their
-    names. A state read back without the sidecar lacks what the library cannot hold: ties, stacking, values of ranks.
-    objects: what is pickled under which key, if not every plain value under its name; beside: further files.
+    """Collective. Writes into a folder that is new or empty, or goes on with one, and gives the state id: see
+    `write_pieces`. The metadata gets its place last. Tied tensors are written under each of their names. A state read
+    back without the sidecar lacks what the library cannot hold: ties, stacking, values of ranks.
 
-    Raises StoreError where the folder cannot be written, or is not empty, and what the source raises; nothing is there
-    then.
+    Raises what `write_pieces` raises.
     """
-    seen = Witness(source)
-    with new_folder(folder):
-        writer = _Writer(folder, seen, with_sidecar, beside)
-        try:
-            save({}, storage_writer=writer, planner=_Planner(seen, objects, advance), no_dist=True)
-        except CheckpointException as error:
-            raise next(iter(error.failures.values()))[0] from error
-    return seen.state_id()
+    output = DcpOutput(source.content, with_sidecar, file_bytes)
+    return write_pieces(output, source, folder, group, advance=advance, faults=faults)
 
 
-class _Writer(FileSystemWriter):  # type: ignore[misc]
-    """The library's own, which writes the metadata last of all, after a check of what was read, and the sidecar."""
+class DcpOutput:
+    """The files of one state, each of them a piece (`ckpt.adapters.foreign.pieces.Output`)."""
 
-    def __init__(self, folder: Path, seen: Witness, with_sidecar: bool, beside: Mapping[str, bytes]) -> None:
-        super().__init__(folder, overwrite=False)
-        self._folder, self._seen, self._with_sidecar, self._beside = folder, seen, with_sidecar, beside
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        state_id = self._seen.state_id()
-        for name, data in self._beside.items():
-            (self._folder / name).write_bytes(data)
-        if self._with_sidecar:
-            (self._folder / NAME).write_bytes(sidecar(self._seen.content, state_id))
-        super().finish(metadata, results)
-
-
-class _Planner(SavePlanner):  # type: ignore[misc]
-    """Gives the library's writer one slab after the other."""
-
-    def __init__(self, source: Source, objects: Mapping[str, Any] | None, advance: Advance) -> None:
-        self._source, self._advance = source, advance
-        self._keys = foreign_names(source.content)
-        specs = {t.name: t for t in source.content.tensors}
-        kept = {name: name for name in specs} | dict(source.content.aliases)
-        self._tensors = {self._keys[name]: specs[kept[name]] for name in kept}
-        self._paths = {self._keys[n]: split(n) for n in self._keys}
+    def __init__(
+        self,
+        content: Content,
+        with_sidecar: bool = True,
+        file_bytes: int = FILE_BYTES,
+        *,
+        form: str = "dcp",
+        objects: Mapping[str, Any] | None = None,
+        beside: Mapping[str, bytes] = {},
+    ) -> None:
+        """objects: what is pickled under which key, if not every plain value under its name; beside: further files."""
+        self._content, self._with_sidecar, self._beside = content, with_sidecar, beside
+        keys = self._keys = foreign_names(content)
+        specs = {t.name: t for t in content.tensors}
+        kept = {name: name for name in specs} | dict(content.aliases)
+        self._tensors = {keys[name]: specs[kept[name]] for name in kept}
+        self._paths = {keys[n]: split(n) for n in keys}
         if objects is None:
-            values = source.content.values
-            named = {".".join(map(str, split(name))): name for name in values}
-            if len(named) != len(values) or named.keys() & self._tensors.keys():
-                named = {name: name for name in values}
-            objects = {key: decode(values[name], key) for key, name in named.items()}
+            named = self._named_values()
+            objects = {key: decode(content.values[name], key) for key, name in named.items()}
             self._paths |= {key: split(name) for key, name in named.items()}
         self._objects = objects
+        self._chunk = min(CHUNK, file_bytes)
+        self._items = list(_runs(self._tensors, objects, self._chunk, file_bytes))
+        self._names = [f"__{n}_0.distcp" for n in range(len(self._items))]
+        pieces = tuple(self._piece(name, run) for name, run in zip(self._names, self._items, strict=True))
+        further = (*beside, *([NAME] if with_sidecar else []), METADATA)
+        told = {name: hashlib.sha256(data).hexdigest() for name, data in beside.items()}
+        options = {"beside": told, "objects": sorted(objects), "torch": torch.__version__}  # which pickles them
+        self.plan = Plan(form, options, pieces, further, METADATA)
 
-    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
-        """Nothing to prepare."""
+    def _named_values(self) -> dict[str, str]:
+        """Names of values by their keys."""
+        values = self._content.values
+        named = {".".join(map(str, split(name))): name for name in values}
+        if len(named) != len(values) or named.keys() & self._tensors.keys():
+            return {name: name for name in values}
+        return named
 
-    def create_local_plan(self) -> SavePlan:
-        items = [self._item(key, spec, box) for key, spec in self._tensors.items() for box in _boxes(spec)]
-        items += [WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO) for key in self._objects]
-        return SavePlan(items)
+    def _piece(self, name: str, run: Sequence[Item]) -> Piece:
+        reads = counts = 0
+        for key, spec, box in run:
+            if spec is not None and box is not None:
+                reads += box.volume * spec.itemsize
+                counts += box.volume * spec.itemsize if self._keys[spec.name] == key else 0
+        return Piece(name, 0, reads, counts)
 
-    def _item(self, key: str, spec: TensorSpec, box: Box) -> WriteItem:
-        data = TensorWriteData(_chunk(box), _properties(spec), torch.Size(spec.shape))
-        return WriteItem(MetadataIndex(key, box.offset), WriteItemType.SHARD, tensor_data=data)
+    def write(self, number: int, source: Source, out: Out) -> list[int]:
+        """Gives the bytes of each item."""
+        return [out.write(_saved(self._data(source, *item))) for item in self._items[number]]
 
-    def create_global_plan(self, all_plans: Sequence[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+    def _data(self, source: Source, key: str, spec: TensorSpec | None, box: Box | None) -> Any:
+        if spec is None or box is None:
+            return self._objects[key]
+        found = source.read(spec.name, box).contiguous()
+        if found.untyped_storage().nbytes() != found.nbytes:  # all of which would be written
+            found = found.clone()
+        return found.view(torch_dtype(spec.dtype))
+
+    def further(self, state_id: str, told: Sequence[Any], scratch: Path) -> dict[str, bytes]:
         described: dict[str, Any] = {
-            key: TensorStorageMetadata(_properties(s), torch.Size(s.shape), [_chunk(b) for b in _boxes(s)])
+            key: TensorStorageMetadata(_properties(s), torch.Size(s.shape), [_chunk(b) for b in _boxes(s, self._chunk)])
             for key, s in self._tensors.items()
         }
         described |= {key: BytesStorageMetadata() for key in self._objects}
-        planned = [dataclasses.replace(p, planner_data=self._paths) for p in all_plans]
-        return planned, Metadata(described, planner_data=self._paths)
-
-    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        return new_plan
-
-    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        key = write_item.index.fqn
-        if write_item.type == WriteItemType.BYTE_IO:
-            data = io.BytesIO()
-            torch.save(self._objects[key], data)
-            return data
-        spec = self._tensors[key]
-        assert write_item.tensor_data is not None and write_item.index.offset is not None
-        box = Box(tuple(write_item.index.offset), tuple(write_item.tensor_data.chunk.sizes))
-        found = self._source.read(spec.name, box).view(torch_dtype(spec.dtype))
-        if self._keys[spec.name] == key:
-            self._advance(box.volume * spec.itemsize)
-        return found
+        results = []
+        for name, run, sizes in zip(self._names, self._items, told, strict=True):
+            at = 0
+            for (key, _, box), size in zip(run, sizes, strict=True):
+                index = MetadataIndex(key, None if box is None else box.offset)
+                results.append(WriteResult(index, size, _StorageInfo(name, at, size)))
+                at += size
+        _Writer(scratch, state_id).finish(Metadata(described, planner_data=self._paths), [results])
+        found = dict(self._beside)
+        if self._with_sidecar:
+            found[NAME] = sidecar(self._content, state_id)
+        return found | {METADATA: (scratch / METADATA).read_bytes()}
 
 
-def _boxes(spec: TensorSpec) -> list[Box]:
+class _Writer(FileSystemWriter):  # type: ignore[misc]
+    """The library's own, for the metadata."""
+
+    def __init__(self, folder: Path, state_id: str) -> None:
+        super().__init__(folder)
+        self._state_id = state_id
+
+    def storage_meta(self) -> StorageMeta:
+        return StorageMeta(save_id=self._state_id)
+
+
+def _runs(
+    tensors: Mapping[str, TensorSpec], objects: Mapping[str, Any], chunk: int, file_bytes: int
+) -> Iterator[list[Item]]:
+    """What is in each file: all objects in the first, then slabs of at most `file_bytes` together, or one."""
+    run: list[Item] = [(key, None, None) for key in objects]
+    size = 0
+    for key, spec in tensors.items():
+        for box in _boxes(spec, chunk):
+            nbytes = box.volume * spec.itemsize
+            if run and size + nbytes > file_bytes:
+                yield run
+                run, size = [], 0
+            run.append((key, spec, box))
+            size += nbytes
+    if run:
+        yield run
+
+
+def _boxes(spec: TensorSpec, chunk: int) -> list[Box]:
     """At least one, as the library wants it, though it hold nothing."""
-    return list(slabs(spec.shape, spec.itemsize, CHUNK)) or [Box.whole(spec.shape)]
+    return list(slabs(spec.shape, spec.itemsize, chunk)) or [Box.whole(spec.shape)]
+
+
+def _saved(data: Any) -> memoryview:
+    """In memory first, since what fails while torch writes is told as something else."""
+    file = io.BytesIO()
+    torch.save(data, file)
+    return file.getbuffer()
 
 
 def _chunk(box: Box) -> ChunkStorageMetadata:

@@ -7,13 +7,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ckpt.adapters.foreign.dcp_read import DcpCheckpoint
-from ckpt.adapters.foreign.dcp_write import write_dcp
+from ckpt.adapters.foreign.dcp_write import DcpOutput, write_dcp
 from ckpt.adapters.foreign.megatron_read import MegatronCheckpoint
-from ckpt.adapters.foreign.megatron_write import write_megatron
+from ckpt.adapters.foreign.megatron_write import megatron_output, write_megatron
 from ckpt.adapters.foreign.mp_rank_read import MpRankCheckpoint
+from ckpt.adapters.foreign.pieces import Output
 from ckpt.adapters.foreign.ranks_read import RanksCheckpoint
 from ckpt.adapters.foreign.safetensors_read import INDEX, SafetensorsCheckpoint
-from ckpt.adapters.foreign.safetensors_write import write_safetensors
+from ckpt.adapters.foreign.safetensors_write import SafetensorsOutput, write_safetensors
+from ckpt.adapters.foreign.work_folder import unfinished
 from ckpt.engine.stream import Source
 from ckpt.errors import CkptError, CorruptCheckpoint, StoreError
 
@@ -25,6 +27,11 @@ READERS: dict[str, Callable[..., Source]] = {
     "mp_rank": MpRankCheckpoint,
 }
 WRITERS: dict[str, Callable[..., str]] = {"dcp": write_dcp, "megatron": write_megatron, "hf": write_safetensors}
+OUTPUTS: dict[str, Callable[..., Output]] = {  # of a content, as WRITERS write it
+    "dcp": DcpOutput,
+    "megatron": megatron_output,
+    "hf": SafetensorsOutput,
+}
 
 
 def detect(path: Path) -> str:
@@ -50,6 +57,8 @@ def detect(path: Path) -> str:
         return found[0]
     if found:
         raise CkptError(f"{path}: may be {' or '.join(found)}; say which with --from")
+    if unfinished(path):
+        raise CkptError(f"{path}: a conversion into it is not finished; call it again as it was")
     if any(path.glob("iter_*")) or any(path.glob("checkpoint-*")):
         raise CkptError(f"{path}: holds a folder for each step; name one of them")
     raise CkptError(f"{path}: no checkpoint of a known kind: no log/, no .metadata, no *.safetensors")

@@ -7,73 +7,110 @@ whole tensors in memory.
 
 from __future__ import annotations
 
+import hashlib
 import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any, TypeAlias
 
-from ckpt.adapters.foreign.folders import new_folder
+import torch
+
+from ckpt.adapters.foreign.pieces import PIECE, Out, Piece, Plan, write_pieces
 from ckpt.adapters.foreign.safetensors_read import DTYPES, INDEX
 from ckpt.adapters.foreign.sidecar import NAME, foreign_names, sidecar
 from ckpt.adapters.foreign.slabs import slabs
-from ckpt.adapters.foreign.witness import Witness
-from ckpt.engine.stream import Advance, Source
+from ckpt.engine.faults import FaultPoint, no_faults
+from ckpt.engine.group import Group
+from ckpt.engine.stream import Advance, Content, Source
 from ckpt.errors import Unsupported
-from ckpt.geometry import TensorSpec
+from ckpt.geometry import Box, TensorSpec
 
 FILE_BYTES = 5 * 10**9  # as Hugging Face cuts them
 SLAB = 8 << 20
-PART = ".part"  # ends the name of a file that is not whole
 
-Entry = tuple[str, TensorSpec]  # its key, and the tensor that is stored under it
+Entry: TypeAlias = tuple[str, TensorSpec]  # its key, and the tensor that is stored under it
+Run: TypeAlias = list[tuple[str, TensorSpec, Box]]  # slabs that follow one another in a file
 
 
 def write_safetensors(
     source: Source,
     folder: Path,
+    group: Group | None = None,
     *,
     with_sidecar: bool = True,
     file_bytes: int = FILE_BYTES,
+    piece_bytes: int = PIECE,
     beside: Mapping[str, bytes] = {},
     advance: Advance = lambda n: None,
+    faults: FaultPoint = no_faults,
 ) -> str:
-    """Writes into a folder that is new or empty, and gives the state id. Files get their names once all are whole and
-    on the device; the index comes last. Tied tensors are written under each of their names. Plain values, ties and
-    stacking go into the sidecar. beside: further files, such as config.json.
+    """Collective. Writes into a folder that is new or empty, or goes on with one, and gives the state id: see
+    `write_pieces`. The index, or where there is one file that, gets its place last. Tied tensors are written under each
+    of their names. Plain values, ties and stacking go into the sidecar. beside: further files, such as config.json.
 
-    Raises Unsupported for a dtype that the format lacks, StoreError where the folder cannot be written or is not empty,
-    and what the source raises; nothing is there then.
+    Raises Unsupported for a dtype that the format lacks, and what `write_pieces` raises.
     """
-    seen = Witness(source)
-    files = _divide(source, file_bytes)
-    names = [
-        "model.safetensors" if len(files) == 1 else f"model-{n:05d}-of-{len(files):05d}.safetensors"
-        for n in range(1, len(files) + 1)
-    ]
-    with new_folder(folder):
-        for name, entries in zip(names, files, strict=True):
-            _write_file(seen, folder / f"{name}{PART}", entries, advance)
-        state_id = seen.state_id()
-        for name, data in beside.items():
-            (folder / name).write_bytes(data)
-        if with_sidecar:
-            (folder / NAME).write_bytes(sidecar(source.content, state_id))
-        for name in names:
-            (folder / f"{name}{PART}").rename(folder / name)
-        if len(files) > 1:
-            weights = {key: name for name, entries in zip(names, files, strict=True) for key, _ in entries}
-            total = sum(spec.nbytes for entries in files for _, spec in entries)
+    output = SafetensorsOutput(source.content, with_sidecar, beside, file_bytes, piece_bytes)
+    return write_pieces(output, source, folder, group, advance=advance, faults=faults)
+
+
+class SafetensorsOutput:
+    """The files of one state, and how they are cut into pieces (`ckpt.adapters.foreign.pieces.Output`)."""
+
+    def __init__(
+        self,
+        content: Content,
+        with_sidecar: bool = True,
+        beside: Mapping[str, bytes] = {},
+        file_bytes: int = FILE_BYTES,
+        piece_bytes: int = PIECE,
+    ) -> None:
+        """Raises Unsupported for a dtype that the format lacks."""
+        self._content, self._with_sidecar, self._beside = content, with_sidecar, beside
+        divided = _divide(content, file_bytes)
+        several = len(divided) > 1
+        names = [f"model-{n:05d}-of-{len(divided):05d}.safetensors" for n in range(1, len(divided) + 1)]
+        self._files = dict(zip(names if several else ["model.safetensors"], divided, strict=True))
+        pieces: list[Piece] = []
+        self._work: list[tuple[bytes, Run]] = []  # of each piece: what precedes its slabs, and these
+        keys = foreign_names(content)
+        for name, entries in self._files.items():
+            header, at = _header(entries), 0
+            for run in _runs(entries, piece_bytes):
+                reads = sum(_size(spec, box) for _, spec, box in run)
+                counts = sum(_size(spec, box) for key, spec, box in run if keys[spec.name] == key)
+                pieces.append(Piece(name, at, reads, counts))
+                self._work.append((header, run))
+                at, header = at + len(header) + reads, b""
+        further = [*beside, *([NAME] if with_sidecar else []), *([INDEX] if several else [])]
+        told = {name: hashlib.sha256(data).hexdigest() for name, data in beside.items()}
+        last = INDEX if several else "model.safetensors"
+        self.plan = Plan("hf", {"beside": told, "file_bytes": file_bytes}, tuple(pieces), tuple(further), last)
+
+    def write(self, number: int, source: Source, out: Out) -> None:
+        header, run = self._work[number]
+        out.write(header)
+        for _, spec, box in run:
+            out.write(source.read(spec.name, box).reshape(-1).view(torch.uint8).numpy())
+
+    def further(self, state_id: str, told: Sequence[Any], scratch: Path) -> dict[str, bytes]:
+        found = dict(self._beside)
+        if self._with_sidecar:
+            found[NAME] = sidecar(self._content, state_id)
+        if len(self._files) > 1:
+            weights = {key: name for name, entries in self._files.items() for key, _ in entries}
+            total = sum(spec.nbytes for entries in self._files.values() for _, spec in entries)
             document = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weights.items()))}
-            (folder / INDEX).write_text(json.dumps(document, indent=2) + "\n")
-    return state_id
+            found[INDEX] = (json.dumps(document, indent=2) + "\n").encode()
+        return found
 
 
-def _divide(source: Source, file_bytes: int) -> list[list[Entry]]:
+def _divide(content: Content, file_bytes: int) -> list[list[Entry]]:
     """The tensors of each file, wide elements first, so that all are aligned."""
-    keys = foreign_names(source.content)
-    specs = {t.name: t for t in source.content.tensors}
+    keys = foreign_names(content)
+    specs = {t.name: t for t in content.tensors}
     entries = [(keys[name], spec) for name, spec in specs.items()]
-    entries += [(keys[name], specs[kept]) for name, kept in source.content.aliases.items()]
+    entries += [(keys[name], specs[kept]) for name, kept in content.aliases.items()]
     files: list[list[Entry]] = [[]]
     size = 0
     for key, spec in sorted(entries):
@@ -87,17 +124,23 @@ def _divide(source: Source, file_bytes: int) -> list[list[Entry]]:
     return [sorted(entries, key=lambda e: (-e[1].itemsize, e[0])) for entries in files]
 
 
-def _write_file(source: Source, path: Path, entries: Sequence[Entry], advance: Advance) -> None:
-    kept = foreign_names(source.content)
-    with path.open("xb") as file:
-        file.write(_header(entries))
-        for key, spec in entries:
-            for box in slabs(spec.shape, spec.itemsize, SLAB):
-                file.write(source.read(spec.name, box).contiguous().numpy().data)
-                if kept[spec.name] == key:
-                    advance(box.volume * spec.itemsize)
-        file.flush()
-        os.fsync(file.fileno())
+def _runs(entries: Sequence[Entry], piece_bytes: int) -> list[Run]:
+    """All slabs of a file in their order, in runs of at most so many bytes, or one slab; one run where there are none,
+    since the file has a header."""
+    runs: list[Run] = [[]]
+    size = 0
+    for key, spec in entries:
+        for box in slabs(spec.shape, spec.itemsize, min(SLAB, piece_bytes)):
+            if runs[-1] and size + _size(spec, box) > piece_bytes:
+                runs.append([])
+                size = 0
+            runs[-1].append((key, spec, box))
+            size += _size(spec, box)
+    return runs
+
+
+def _size(spec: TensorSpec, box: Box) -> int:
+    return box.volume * spec.itemsize
 
 
 def _header(entries: Sequence[Entry]) -> bytes:

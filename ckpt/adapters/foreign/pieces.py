@@ -1,0 +1,222 @@
+"""Files of another library, written piece by piece: any number of processes share them, and a kill costs the pieces at
+hand.
+
+What is written depends on the state and the options alone, not on how many processes there are or how often one was
+killed. A finished piece leaves a record in the target's work folder (`ckpt.adapters.foreign.work_folder`); who goes on
+checks its bytes and skips it. Points at which a test may act:
+
+    files.piece   a piece has its record
+    files.placed  a file has its place, others have not
+    files.last    all have, and the work folder is still there
+    files.ending  it is no longer one that counts
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from ckpt.adapters.foreign.into import conversion_id
+from ckpt.adapters.foreign.witness import Witness
+from ckpt.adapters.foreign.work_folder import STAYS, WorkFolder
+from ckpt.engine.comm import Comm
+from ckpt.engine.faults import FaultPoint, no_faults
+from ckpt.engine.group import Group
+from ckpt.engine.sharing import share
+from ckpt.engine.stream import Advance, Source
+from ckpt.errors import CkptError, RankFailed, StoreError
+from ckpt.fingerprint import from_hex, to_hex
+from ckpt.geometry import Box
+from ckpt.state.values import Json, canonical_json, parse_json
+
+PIECE = 64 << 20  # bytes of the state in one, at most, or one slab
+_DAY = 86400.0  # seconds that one process waits for another, which may have far more to do
+_VERSION = 1  # of the work folder and of how outputs are cut
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A run of bytes of a file. start: its first byte there. reads: bytes of the state that are read for it; counts:
+    those of them that are not read for another too, as tied tensors are."""
+
+    file: str
+    start: int
+    reads: int
+    counts: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is written. options: whatever tells this output from others of the same state; pieces: by number; further:
+    names of the files that are made when all pieces are done; last: the file that makes a folder a checkpoint."""
+
+    form: str
+    options: Json
+    pieces: tuple[Piece, ...]
+    further: tuple[str, ...]
+    last: str
+
+    @property
+    def files(self) -> list[str]:
+        """Names of the files made of pieces."""
+        return list(dict.fromkeys(piece.file for piece in self.pieces))
+
+
+class Output(Protocol):
+    """A format's way to write one state. Every process has an equal one."""
+
+    @property
+    def plan(self) -> Plan: ...
+
+    def write(self, number: int, source: Source, out: Out) -> Json:
+        """Writes the bytes of a piece, reading what it takes from `source`. What it gives is kept for `further`."""
+        ...
+
+    def further(self, state_id: str, told: Sequence[Any], scratch: Path) -> Mapping[str, bytes]:
+        """By one process: the files that the plan calls further. told: what `write` gave for each piece; scratch: a
+        folder for files of its own."""
+        ...
+
+
+class Out:
+    """The bytes of one piece on their way into its file."""
+
+    def __init__(self, opened: int, start: int, path: Path) -> None:
+        self._opened, self._start, self._path = opened, start, path
+        self._digest = hashlib.sha256()
+        self.nbytes = 0
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of what was written."""
+        return self._digest.hexdigest()
+
+    def write(self, data: Any) -> int:
+        """Behind what was written before. data: any contiguous buffer. Gives its bytes; raises StoreError."""
+        left = memoryview(data).cast("B")
+        nbytes = len(left)
+        self._digest.update(left)
+        try:
+            while left:
+                done = os.pwrite(self._opened, left, self._start + self.nbytes)
+                left, self.nbytes = left[done:], self.nbytes + done
+        except OSError as error:
+            raise StoreError(f"{self._path}: cannot be written: {error.strerror}{STAYS}") from error
+        return nbytes
+
+    def sync(self) -> None:
+        """Raises StoreError."""
+        try:
+            os.fsync(self._opened)
+        except OSError as error:
+            raise StoreError(f"{self._path}: cannot be written: {error.strerror}{STAYS}") from error
+
+
+def write_pieces(
+    output: Output,
+    source: Source,
+    folder: Path,
+    group: Group | None,
+    *,
+    advance: Advance,
+    faults: FaultPoint = no_faults,
+) -> str:
+    """Collective. Writes a state into a folder that is new or empty, which all processes see, or goes on where a call
+    for the same output was killed; gives the state id. Processes share the pieces by bytes.
+
+    group: who takes part; all processes of torch.distributed if None. Raises StoreError where the folder cannot be
+    written or is not empty, CkptError where another conversion is unfinished there, and what the source raises. After
+    a StoreError, a RankFailed or an interrupt what is done stays; after any other error nothing is there.
+    """
+    group = group or Comm(timeout=_DAY)
+    plan = output.plan
+    work = WorkFolder(folder, _identity(plan, source), plan.files, plan.further, plan.last)
+    with _discarding(work, group):
+        found: bytes | None = None
+        with group.phase("files: begin"):
+            if group.rank == 0:
+                again = work.begin({"source": source.url, "format": plan.form})
+                found = canonical_json(work.recorded(len(plan.pieces)) if again else [])
+        there = parse_json(group.broadcast(found, "files: begin"), "files: begin")
+        with group.phase("files: check"):
+            mine = {n: work.kept(n, plan.pieces[n].file) for n in _mine(plan, there, group)}
+        done = _everyones({n: record for n, record in mine.items() if record is not None}, group)
+        if group.rank == 0:
+            advance(sum(plan.pieces[n].counts for n in done))
+        left = [n for n in range(len(plan.pieces)) if n not in done]
+        written: dict[int, Any] = {}
+        with group.phase("files: write"):
+            for number in _mine(plan, left, group):
+                written[number] = _write(output, number, source, work)
+                advance(plan.pieces[number].counts)
+                faults("files.piece")
+        done |= _everyones(written, group)
+        state_id: bytes | None = None
+        with group.phase("files: finish"):
+            if group.rank == 0:
+                state_id = _finish(output, source, work, [done[n] for n in range(len(plan.pieces))], faults).encode()
+    return group.broadcast(state_id, "files: state id").decode()
+
+
+def _identity(plan: Plan, source: Source) -> str:
+    """The same for the same bits, written in the same way."""
+    pieces = [[p.file, p.start, p.reads] for p in plan.pieces]
+    step = -1 if source.content.step is None else source.content.step
+    told = [_VERSION, conversion_id(source, step), plan.form, plan.options, pieces, list(plan.further), plan.last]
+    return hashlib.sha256(canonical_json(told)).hexdigest()
+
+
+@contextlib.contextmanager
+def _discarding(work: WorkFolder, group: Group) -> Iterator[None]:
+    """A state that turns out to be damaged leaves nothing; what can be mended outside leaves what is done."""
+    try:
+        yield
+    except CkptError as error:
+        if group.rank == 0 and not isinstance(error, (StoreError, RankFailed)):
+            work.discard()
+        raise
+
+
+def _mine(plan: Plan, numbers: Sequence[int], group: Group) -> list[int]:
+    """Of these pieces, those that this process takes."""
+    return [numbers[n] for n in share([plan.pieces[n].reads for n in numbers], group.world)[group.rank]]
+
+
+def _everyones(records: Mapping[int, Any], group: Group) -> dict[int, Any]:
+    """Collective: the records of all processes, by piece."""
+    told = canonical_json([[number, record] for number, record in records.items()])
+    everyone = group.all_gather(told, "files: records")
+    return {n: record for rank, data in enumerate(everyone) for n, record in parse_json(data, f"records of {rank}")}
+
+
+def _write(output: Output, number: int, source: Source, work: WorkFolder) -> dict[str, Any]:
+    """Gives the record of the piece."""
+    piece, witness = output.plan.pieces[number], Witness(source)
+    opened = work.open(piece.file)
+    try:
+        out = Out(opened, piece.start, work.target / piece.file)
+        told = output.write(number, witness, out)
+        out.sync()
+    finally:
+        os.close(opened)
+    seen = [[name, list(box.offset), list(box.extent), to_hex(digest)] for name, box, digest in witness.seen]
+    record = {"start": piece.start, "bytes": out.nbytes, "sha256": out.digest, "seen": seen, "told": told}
+    work.record(number, record)
+    return record
+
+
+def _finish(output: Output, source: Source, work: WorkFolder, records: Sequence[Any], faults: FaultPoint) -> str:
+    whole = Witness(source)
+    sizes = dict.fromkeys(output.plan.files, 0)
+    for piece, record in zip(output.plan.pieces, records, strict=True):
+        whole.add((n, Box(tuple(o), tuple(e)), from_hex(d)) for n, o, e, d in record["seen"])
+        sizes[piece.file] = max(sizes[piece.file], record["start"] + record["bytes"])
+    state_id = whole.state_id()
+    further = output.further(state_id, [record["told"] for record in records], work.path)
+    work.finish(sizes, further.items(), faults)
+    return state_id
