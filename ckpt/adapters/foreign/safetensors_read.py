@@ -15,6 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from ckpt.adapters.foreign.sidecar import NAME, Keys, apply_sidecar, read_sidecar, read_tied
+from ckpt.adapters.foreign.work_folder import WORK
 from ckpt.engine.stream import Content
 from ckpt.errors import CorruptCheckpoint, StoreError, Unsupported
 from ckpt.geometry import Box, TensorSpec
@@ -124,7 +125,7 @@ class SafetensorsCheckpoint:
 def _further(path: Path, files: Mapping[str, object]) -> dict[str, str]:
     if not path.is_dir():
         return {}
-    known = {*files, INDEX, NAME}
+    known = {*files, INDEX, NAME, WORK}
     return {p.name: "lies beside the tensors; copy it" for p in sorted(path.iterdir()) if p.name not in known}
 
 

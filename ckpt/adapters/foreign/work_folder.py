@@ -1,7 +1,7 @@
 """The hidden folder in which the files of another library are made, and how they get their places at the end.
 
     plan.json             which conversion it is; there from the first piece on, and gone before anything else goes
-    files/<name>          the files under way
+    files/<name>.part     the files under way
     pieces/<number>.json  a piece of a file that is on the device: its bytes, their digest, and what was read for it
 
 A file leaves the folder when all of them are whole, and last of all the one that makes the target a checkpoint to its
@@ -75,7 +75,7 @@ class WorkFolder:
         for name in (self._last, *self._further, *self._files):
             placed = self.target / name
             if name in self._files and placed.exists():
-                placed.replace(self.path / "files" / name)
+                placed.replace(self._part(name))
             else:
                 placed.unlink(missing_ok=True)
             if name == self._last:
@@ -84,7 +84,7 @@ class WorkFolder:
     def open(self, file: str) -> int:
         """A descriptor with which to write anywhere in a file; who calls closes it. Raises StoreError."""
         with self._writing():
-            return os.open(self.path / "files" / file, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            return os.open(self._part(file), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
 
     def record(self, number: int, document: Mapping[str, Any]) -> None:
         """Notes, once it is on the device, that a piece is. document: `start`, `bytes` and `sha256` of it, and whatever
@@ -112,7 +112,7 @@ class WorkFolder:
         except (OSError, CorruptCheckpoint, AttributeError, KeyError, TypeError, ValueError):
             return None  # then the piece is made once more, which is always right
         with self._writing():
-            found = _digest(self.path / "files" / file, document["start"], document["bytes"])
+            found = _digest(self._part(file), document["start"], document["bytes"])
         return document if found == document["sha256"] else None
 
     def finish(self, sizes: Mapping[str, int], further: Iterable[tuple[str, bytes]], faults: FaultPoint) -> None:
@@ -120,14 +120,14 @@ class WorkFolder:
         files made of pieces. Raises CorruptCheckpoint where one is too short, StoreError."""
         with self._writing():
             for name, size in sizes.items():
-                _cut(self.path / "files" / name, size)
+                _cut(self._part(name), size)
             for name, data in further:
-                _create(self.path / "files" / name, data)
+                _create(self._part(name), data)
             for name in [n for n in (*self._further, *self._files) if n != self._last]:
-                (self.path / "files" / name).replace(self.target / name)
+                self._part(name).replace(self.target / name)
                 faults("files.placed")
             sync(self.target)
-            (self.path / "files" / self._last).replace(self.target / self._last)
+            self._part(self._last).replace(self.target / self._last)
             sync(self.target)
             faults("files.last")
             (self.path / "plan.json").unlink()  # first: without it the rest counts for nothing
@@ -146,6 +146,9 @@ class WorkFolder:
             shutil.rmtree(self.path)
             if made:
                 self.target.rmdir()
+
+    def _part(self, file: str) -> Path:
+        return self.path / "files" / f"{file}.part"
 
     def _record(self, number: int) -> Path:
         return self.path / "pieces" / f"{number:06d}.json"
@@ -183,7 +186,7 @@ def _known(plan: Path) -> Mapping[str, Json]:
 
 def _create(path: Path, data: bytes) -> None:
     """Makes or replaces a small file: whole, and on the device, or as it was."""
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    part = path.with_name(f"{path.name}.{os.getpid()}")
     with part.open("wb") as file:
         file.write(data)
         file.flush()
