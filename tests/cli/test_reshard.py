@@ -71,6 +71,8 @@ def test_the_plan_writes_nothing(root: Path, tmp_path: Path) -> None:
     plan = document(root, tmp_path / "a", "--plan", "--format", "hf", "--no-sidecar", "--dtype", "bfloat16")
     assert plan["destination"]["state_id"] is None and plan["bytes"] == 1300 * 1000 * 2 + 9 * 2 + 4 * 8
     assert set(plan["not_carried"]) == {"model/w", "epoch", "rng of rank 0"}
+    read = 2 * (1300 * 1000 * 2) + 9 * 2 + 4 * 8  # a tied tensor is read for each of its names
+    assert plan["plan"]["processes"] == [{"process": 0, "read": read, "moved": 0}]
     assert "nothing written" in run(root, tmp_path / "a", "--plan").output
     assert tree(tmp_path) == before and not (tmp_path / "a").exists()
 

@@ -75,7 +75,8 @@ def test_megatron_loads_every_bit_on_another_layout(
 ) -> None:
     crew.run(_save, str(tmp_path / "root"), size, one)
     source = committed(tmp_path / "root")
-    state_id = write_megatron(Changed(source, CHANGES), tmp_path / "megatron")
+    state_id = write_megatron(Changed(source, CHANGES), tmp_path / "megatron", file_bytes=50_000)
+    assert len(list((tmp_path / "megatron").glob("*.distcp"))) > 2
     assert detect(tmp_path / "megatron") == "megatron"
     common = {"epoch": 3, "schedule": {"rate": 0.5, "steps": (4, 5)}, "iteration": 40}
     assert crew.run(_load, str(tmp_path / "megatron"), size, other) == [([], common)] * 2

@@ -1,11 +1,7 @@
 """Outputs of other libraries in pieces: killed at any point they go on, and any number of processes write the same."""
 
-import json
 import os
-import shutil
 import signal
-from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,111 +11,41 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
-import ckpt
-from ckpt.adapters.foreign.dcp_write import write_dcp
 from ckpt.adapters.foreign.formats import READERS, detect
-from ckpt.adapters.foreign.megatron_write import write_megatron
-from ckpt.adapters.foreign.safetensors_write import SafetensorsOutput, write_safetensors
+from ckpt.adapters.foreign.safetensors_write import write_safetensors
 from ckpt.adapters.foreign.witness import state_id_of
 from ckpt.adapters.foreign.work_folder import WORK
 from ckpt.engine.comm import Comm
-from ckpt.engine.rest import CommittedState
 from ckpt.errors import CkptError, CorruptCheckpoint, StoreError
-from ckpt.geometry import Box
+from tests.adapters.foreign.in_pieces import (
+    LAST,
+    PIECE,
+    WRITE,
+    Countdown,
+    Counting,
+    bytes_read,
+    go_on,
+    records,
+    saved,
+    state,
+    to_read,
+    undisturbed,
+)
 from tests.support.at_rest import committed
 from tests.support.ranks import run_ranks
-from tests.support.raw import random_bits, raw, tree
+from tests.support.raw import raw, tree
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
-
-PIECE = 1 << 20
-WRITE: dict[str, Callable[..., str]] = {
-    "hf": partial(write_safetensors, piece_bytes=PIECE),
-    "hf, several": partial(write_safetensors, piece_bytes=PIECE, file_bytes=3 * PIECE, beside={"config.json": b"{}"}),
-    "dcp": partial(write_dcp, file_bytes=PIECE),
-    "megatron": partial(write_megatron, file_bytes=PIECE),
-}
-LAST = {"hf": "model.safetensors", "hf, several": "model.safetensors.index.json"}  # .metadata elsewhere
-
-
-def state() -> dict[str, Any]:
-    tensors = {f"w{n}": random_bits((600, 700 + n), torch.float32, n) for n in range(5)}
-    tensors |= {f"t{n}": random_bits((9, n), torch.bfloat16, n) for n in range(5)}
-    tensors["decoder.layers.mlp.linear_fc1.weight"] = random_bits((2, 300, 400), torch.bfloat16, 7)
-    return {**tensors, "tied": tensors["w1"], "epoch": 3, "lr": {"now": 0.5}, "rank": ckpt.per_rank({"a": 1})}
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A state of about nine pieces, with ties and values."""
-    path = tmp_path_factory.mktemp("pieces") / "root"
-    with ckpt.Checkpointer(path) as ck:
-        ck.save(4, state())
-    return path
+    return saved(tmp_path_factory.mktemp("pieces"))
 
 
 @pytest.fixture(scope="module")
 def whole(root: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, bytes]]:
-    """What one process writes undisturbed, by format."""
-    folder = tmp_path_factory.mktemp("whole")
-    for form, write in WRITE.items():
-        assert write(committed(root), folder / form) == committed(root).content.state_id
-    return {form: tree(folder / form) for form in WRITE}
-
-
-class Counting:
-    """A source that counts the bytes that are read of it, and may do something at each box."""
-
-    def __init__(self, true: CommittedState, at_read: Callable[[str], None] = lambda point: None) -> None:
-        self.url, self.content, self._true, self._at_read = true.url, true.content, true, at_read
-        self.nbytes = 0
-
-    def read(self, name: str, box: Box) -> torch.Tensor:
-        self._at_read("read")
-        found = self._true.read(name, box)
-        self.nbytes += found.nbytes
-        return found
-
-
-class Countdown:
-    """Does something when a point is reached for the n-th time."""
-
-    def __init__(self, point: str, left: int, then: Callable[[], Any]) -> None:
-        self._point, self._left, self._then = point, left, then
-
-    def __call__(self, reached: str) -> None:
-        self._left -= reached == self._point
-        if self._left < 0:
-            self._then()
-
-
-def stop() -> None:
-    raise StoreError("stop")
-
-
-def stopped(form: str, root: Path, folder: Path, left: int = 3) -> None:
-    with pytest.raises(StoreError, match="stop"):
-        WRITE[form](committed(root), folder, faults=Countdown("files.piece", left, stop))
-
-
-def records(folder: Path) -> dict[int, dict[str, Any]]:
-    """Of the finished pieces: what they say, and when."""
-    found = {}
-    for path in (folder / WORK / "pieces").glob("*.json"):
-        found[int(path.stem)] = {**json.loads(json.loads(path.read_bytes())[1]), "at": path.stat().st_mtime_ns}
-    return found
-
-
-def bytes_read(record: dict[str, Any]) -> int:
-    """Bytes of the state in a piece, by the boxes that its record names."""
-    two = ("t0", "t1", "t2", "t3", "t4", "decoder.layers.mlp.linear_fc1.weight")
-    return sum((2 if name in two else 4) * torch.Size(extent).numel() for name, _, extent, _ in record["seen"])
-
-
-def to_read(root: Path) -> int:
-    """Bytes that are read for all pieces: a tied tensor twice."""
-    tensors = committed(root).content.tensors
-    return sum(t.nbytes for t in tensors) + next(t.nbytes for t in tensors if t.name == "tied")
+    return undisturbed(root, tmp_path_factory.mktemp("whole"))
 
 
 # Processes
@@ -190,13 +116,6 @@ def _killed(rank: int, world: int, root: str, folder: str, form: str, point: str
     die = Countdown(point, left, partial(os.kill, os.getpid(), signal.SIGKILL))
     at = die if rank == world - 1 else (lambda reached: None)
     WRITE[form](Counting(committed(Path(root)), at), Path(folder), Comm(timeout=60), faults=at)
-
-
-def go_on(form: str, root: Path, folder: Path) -> int:
-    """Bytes that were read to make the rest."""
-    source = Counting(committed(root))
-    assert WRITE[form](source, folder) == source.content.state_id
-    return source.nbytes
 
 
 @pytest.mark.ranks
@@ -276,121 +195,3 @@ def test_killed_while_the_work_folder_goes_it_is_whole(
 
 def _interrupt() -> None:
     raise KeyboardInterrupt
-
-
-# What lies there
-
-
-def flip(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[min(len(data) - 1, 5000)] ^= 1
-    path.write_bytes(data)
-
-
-def forge(path: Path) -> None:
-    """A record that says another thing than it did."""
-    told = json.loads(path.read_bytes())
-    told[1] = told[1].replace('"start":0', '"start":8')
-    path.write_text(json.dumps(told, separators=(",", ":")))
-
-
-DAMAGE: dict[str, tuple[str, Callable[[Path], Any]]] = {
-    "a flipped bit": ("files/{file}", flip),
-    "a missing file": ("files/{file}", Path.unlink),
-    "an empty file": ("files/{file}", lambda path: path.write_bytes(b"")),
-    "a missing record": ("pieces/000000.json", Path.unlink),
-    "a record cut short": ("pieces/000000.json", lambda path: os.truncate(path, 50)),
-    "a forged record": ("pieces/000000.json", forge),
-    "an empty record": ("pieces/000000.json", lambda path: path.write_bytes(b"[]")),
-}
-
-
-@pytest.mark.parametrize("what", DAMAGE)
-@pytest.mark.parametrize("form", ["hf, several", "dcp"])
-def test_what_is_damaged_is_made_anew(
-    root: Path, tmp_path: Path, whole: dict[str, dict[str, bytes]], form: str, what: str
-) -> None:
-    folder = tmp_path / "a"
-    stopped(form, root, folder, 4)
-    done = records(folder)
-    name, damage = DAMAGE[what]
-    file = min((folder / WORK / "files").iterdir()).name
-    damage(folder / WORK / name.format(file=file))
-    options = {"beside": {"config.json": b"{}"}, "file_bytes": 3 * PIECE, "piece_bytes": PIECE}
-    pieces = SafetensorsOutput(committed(root).content, **options).plan.pieces
-    whole_file = form == "hf, several" and what in ("a missing file", "an empty file")
-    gone = [n for n, piece in enumerate(pieces) if f"{piece.file}.part" == file] if whole_file else [0]
-    read = go_on(form, root, folder)
-    kept = [record for number, record in done.items() if number not in gone]
-    assert kept and read == to_read(root) - sum(map(bytes_read, kept))
-    assert tree(folder) == whole[form]
-
-
-def test_bytes_behind_the_end_go(root: Path, tmp_path: Path, whole: dict[str, dict[str, bytes]]) -> None:
-    for form, file in (("dcp", "__0_0.distcp"), ("hf", "model.safetensors")):
-        stopped(form, root, tmp_path / form)
-        with (tmp_path / form / WORK / "files" / f"{file}.part").open("ab") as opened:
-            opened.write(bytes(20 << 20))
-        go_on(form, root, tmp_path / form)
-        assert tree(tmp_path / form) == whole[form]
-
-
-def test_another_conversion_is_refused_and_changes_nothing(
-    root: Path, tmp_path: Path, whole: dict[str, dict[str, bytes]]
-) -> None:
-    folder = tmp_path / "a"
-    stopped("dcp", root, folder)
-    before = tree(folder)
-    source = committed(root)
-    other = committed(root)
-    other.content = replace(other.content, identity="another")
-    fp16 = replace(source.content, values={})
-    for call in (
-        lambda: WRITE["dcp"](other, folder),
-        lambda: WRITE["dcp"](source, folder, with_sidecar=False),
-        lambda: write_dcp(source, folder, file_bytes=2 * PIECE),
-        lambda: WRITE["megatron"](source, folder),
-        lambda: WRITE["hf"](source, folder),
-        lambda: setattr(other, "content", fp16) or WRITE["dcp"](other, folder),
-    ):
-        with pytest.raises(CkptError, match=r"unfinished conversion of file://.*root@4 to dcp") as caught:
-            call()
-        assert type(caught.value) is CkptError and tree(folder) == before
-    go_on("dcp", root, folder)
-    assert tree(folder) == whole["dcp"]
-
-
-def test_pieces_of_another_conversion_are_not_mixed_in(
-    root: Path, tmp_path: Path, whole: dict[str, dict[str, bytes]]
-) -> None:
-    """Of a state of the same form, whose files and records somebody copied."""
-    with ckpt.Checkpointer(tmp_path / "other") as ck:
-        ck.save(4, {**state(), "epoch": 4})
-    stopped("hf", tmp_path / "other", tmp_path / "b")
-    stopped("hf", root, tmp_path / "a", 0)
-    for part in ("files", "pieces"):
-        shutil.rmtree(tmp_path / "a" / WORK / part)
-        shutil.copytree(tmp_path / "b" / WORK / part, tmp_path / "a" / WORK / part)
-    assert go_on("hf", root, tmp_path / "a") == to_read(root)
-    assert tree(tmp_path / "a") == whole["hf"]
-
-
-def test_a_damaged_plan_is_refused(root: Path, tmp_path: Path) -> None:
-    stopped("hf", root, tmp_path / "a")
-    (tmp_path / "a" / WORK / "plan.json").write_bytes(b"{")
-    with pytest.raises(CkptError, match="delete"):
-        WRITE["hf"](committed(root), tmp_path / "a")
-
-
-def test_a_state_that_is_not_what_it_says_leaves_nothing_even_after_a_stop(root: Path, tmp_path: Path) -> None:
-    for there in (False, True):
-        if there:
-            (tmp_path / "a").mkdir()
-        lying = committed(root)
-        lying.content = replace(lying.content, state_id="0" * 64)
-        with pytest.raises(StoreError, match="stop"):
-            WRITE["dcp"](lying, tmp_path / "a", faults=Countdown("files.piece", 3, stop))
-        assert records(tmp_path / "a")
-        with pytest.raises(CorruptCheckpoint, match="says that it is"):
-            WRITE["dcp"](lying, tmp_path / "a")
-        assert (tmp_path / "a").exists() == there and not list(tmp_path.glob("a/*"))
