@@ -127,7 +127,12 @@ class Arrays:
     made it, never in a forked child (TensorStore aborts there)."""
 
     def __init__(self, kvstore: Mapping[str, Any], prefix: str, catalogue: Catalogue, ctx: ts.Context) -> None:
-        """kvstore: TensorStore's description of the root; prefix: key of the state tree, ending in "/state/"."""
+        """kvstore: TensorStore's description of the root; prefix: key of the state tree, ending in "/state/". Keys that
+        botocore gave for it are those that it has now."""
+        if kvstore["driver"] == "s3":
+            from ckpt.store.credentials import with_current_keys
+
+            kvstore = with_current_keys(kvstore)
         self._kvstore, self._prefix = dict(kvstore), prefix
         self._catalogue, self._context = catalogue, ctx
         self._open: dict[int, ts.TensorStore] = {}

@@ -6,7 +6,6 @@ be read but not appended to for every other scheme that fsspec knows. Array data
 """
 
 import contextlib
-import functools
 import os
 import re
 import secrets
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from ckpt.errors import StoreError
 
 if TYPE_CHECKING:
-    from ckpt.store.remote import S3Settings
+    pass
 
 Options = Mapping[str, Any] | None
 
@@ -185,15 +184,15 @@ def probe(store: ObjectStore, beside: Callable[[str], None] | None = None) -> No
 def kvstore_spec(url: str, storage_options: Options = None) -> dict[str, Any]:
     """TensorStore's kvstore JSON for the root `url`: open it once per process and derive paths from that.
 
-    TensorStore takes no keys inside its JSON. Explicit keys go as `environment` credentials if the
-    environment holds the same ones, else through a nameless file in memory (Linux): make the spec in the
-    process that uses it. A file of trusted authorities is set for the whole process.
+    TensorStore takes no keys inside its JSON (see `ckpt.store.credentials`): make the spec in the process that uses it.
+    A file of trusted authorities is set for the whole process. May use the network to find keys.
     """
     scheme, rest = split_url(url)
     if scheme == "file":
         return {"driver": "file", "path": os.path.join(os.path.realpath(rest), "")}
     if scheme != "s3":
         raise StoreError(f"{url}: no array driver for {scheme}://; copy it to a path or to s3:// first")
+    from ckpt.store.credentials import kvstore_credentials
     from ckpt.store.remote import s3_settings
 
     bucket, prefix = split_s3(url)
@@ -209,7 +208,7 @@ def kvstore_spec(url: str, storage_options: Options = None) -> dict[str, Any]:
         spec["aws_region"] = settings["region"]
     if settings["ca_bundle"]:
         _trust(settings["ca_bundle"])
-    spec["aws_credentials"] = _kvstore_credentials(settings)
+    spec["aws_credentials"] = kvstore_credentials(settings)
     # The driver's own 32 attempts of up to 32 s each make a wrong endpoint look like a hang.
     spec["s3_request_retries"] = {"max_retries": 8, "initial_delay": "250ms", "max_delay": "8s"}
     return spec
@@ -230,46 +229,3 @@ def is_aws(endpoint: str | None) -> bool:
     """Whether the endpoint is Amazon's own; None is."""
     host = urllib.parse.urlsplit(endpoint).hostname or "" if endpoint else "amazonaws.com"
     return host.endswith(("amazonaws.com", "amazonaws.com.cn"))
-
-
-def _kvstore_credentials(settings: "S3Settings") -> dict[str, str]:
-    """TensorStore's `aws_credentials` for these settings, for use in this process."""
-    from ckpt.store.remote import profile_files
-
-    if settings["anonymous"]:
-        return {"type": "anonymous"}
-    if settings["profile"]:
-        found = profile_files(settings["profile"])
-        if found is None:
-            raise StoreError(
-                f"storage_options: profile {settings['profile']} holds no keys of its own, and TensorStore knows no "
-                "other kind; give access_key and secret_key (and session_token), or set the AWS variables"
-            )
-        return found
-    names = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
-    here = tuple(os.environ.get(name) or None for name in names)
-    access, secret, token = settings["access_key"], settings["secret_key"], settings["session_token"]
-    if access is None or secret is None:
-        return {"type": "environment"} if here[0] and here[1] else profile_files(None) or {"type": "default"}
-    if (access, secret, token) == here:
-        return {"type": "environment"}
-    if not hasattr(os, "memfd_create"):
-        raise StoreError(
-            "storage_options: on this system TensorStore takes keys only from the environment or a profile; "
-            f"set {', '.join(names)} to the same values, or give profile="
-        )
-    # Always with an empty config file: where there is no HOME the driver fails to find its default one.
-    path = f"/proc/self/fd/{_credentials_file(access, secret, token)}"
-    return {"type": "profile", "profile": "ckpt", "credentials_file": path, "config_file": os.devnull}
-
-
-@functools.cache  # one descriptor for each set of keys, open as long as the process
-def _credentials_file(access: str, secret: str, token: str | None) -> int:
-    fields = {"aws_access_key_id": access, "aws_secret_access_key": secret}
-    if token is not None:
-        fields["aws_session_token"] = token
-    if any(value.split() != [value] for value in fields.values()):
-        raise StoreError("storage_options: a key is empty or holds white space; give it as it was issued")
-    handle = os.memfd_create("ckpt-credentials")
-    os.write(handle, "\n".join(["[ckpt]", *(f"{name} = {value}" for name, value in fields.items()), ""]).encode())
-    return handle

@@ -12,6 +12,7 @@ FULL_CODES = {"QuotaExceeded", "XMinioStorageFull", "XMinioAdminBucketQuotaExcee
 BUCKET_CODES = {"NoSuchBucket", "InvalidBucketName"}
 CERTIFICATE = "give its authority's certificates, a PEM file, as storage_options ca_bundle or AWS_CA_BUNDLE"
 OLDER = "restore the file, or load an older step"
+SIGN_IN = "sign in again where the keys come from"
 KEYS = "give access_key and secret_key, profile or anonymous=True, or set AWS_ACCESS_KEY_ID"
 
 _FILE = {

@@ -12,7 +12,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypedDict, TypeVar
 
 import botocore
@@ -23,6 +23,7 @@ import botocore.session
 from urllib3.exceptions import HTTPError
 
 from ckpt.errors import StoreError
+from ckpt.store.credentials import NOT_RENEWED, aws_configuration
 from ckpt.store.objects import (
     NotFound,
     Options,
@@ -32,7 +33,7 @@ from ckpt.store.objects import (
     key_fault,
     split_s3,
 )
-from ckpt.store.remedies import BUSY_CODES, CERTIFICATE, EXPIRED_CODES, FULL_CODES, KEYS, s3_remedy
+from ckpt.store.remedies import BUSY_CODES, CERTIFICATE, EXPIRED_CODES, FULL_CODES, KEYS, SIGN_IN, s3_remedy
 
 T = TypeVar("T")
 
@@ -43,7 +44,15 @@ CONNECT_SECONDS = 3
 READ_SECONDS = 20
 DAMAGED_CODES = {"RequestTimeout", "IncompleteBody", "BadDigest", "XAmzContentSHA256Mismatch"}  # on the way there
 # botocore lets through what its parsers and, in the middle of a body, urllib3 raise.
-FAILURES = (boto.BotoCoreError, boto.ClientError, botocore.parsers.ResponseParserError, HTTPError, OSError)
+FAILURES = (
+    boto.BotoCoreError,
+    boto.ClientError,
+    botocore.parsers.ResponseParserError,
+    HTTPError,
+    OSError,
+    *NOT_RENEWED,
+)
+NO_KEYS = (boto.NoCredentialsError, boto.PartialCredentialsError)
 
 
 class S3Settings(TypedDict):
@@ -88,7 +97,7 @@ def s3_settings(storage_options: Options = None) -> S3Settings:
     if not endpoint and not ignored:
         endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
     if not endpoint or not region:
-        with _configuration():
+        with aws_configuration():
             session = botocore.session.Session(profile=options.get("profile"))
             configured = session.get_scoped_config()
             services = session.full_config.get("services", {}).get(configured.get("services"), {})
@@ -114,7 +123,7 @@ def _ca_bundle(options: Mapping[str, Any]) -> str | None:
     """The PEM file of authorities that servers' certificates are checked against; None for those of the system."""
     found: str | None = options.get("ca_bundle")
     if not found:
-        with _configuration():
+        with aws_configuration():
             found = botocore.session.Session(profile=options.get("profile")).get_config_variable("ca_bundle")
     if not found:
         return None
@@ -122,33 +131,6 @@ def _ca_bundle(options: Mapping[str, Any]) -> str | None:
     if not os.path.isfile(path):
         raise StoreError(f"{found}: no such file of trusted authorities; correct ca_bundle or AWS_CA_BUNDLE")
     return path
-
-
-@contextlib.contextmanager
-def _configuration() -> Iterator[None]:
-    try:
-        yield
-    except boto.BotoCoreError as error:
-        raise StoreError(f"AWS configuration: {error}; fix ~/.aws/config or AWS_PROFILE") from error
-
-
-def profile_files(profile: str | None) -> dict[str, str] | None:
-    """TensorStore's `aws_credentials` for a profile (None: the one in use) whose keys are in the AWS files, else None.
-
-    Looks for the files, because TensorStore's own search fails whatever HOME and the AWS variables say.
-    """
-    with _configuration():
-        session = botocore.session.Session(profile=profile)
-        name = session.profile or "default"
-        if "aws_access_key_id" not in session.full_config["profiles"].get(name, {}):
-            return None
-        found = {kind: session.get_config_variable(kind) for kind in ("credentials_file", "config_file")}
-    paths = {kind: os.path.expanduser(path or "") for kind, path in found.items()}
-    return {
-        "type": "profile",
-        "profile": name,
-        **{kind: path if os.path.isfile(path) else os.devnull for kind, path in paths.items()},
-    }
 
 
 class S3Store:
@@ -254,7 +236,8 @@ class S3Store:
         """Whether the AWS chain has other credentials than those in use, which have expired; if so they are used."""
         if self._settings["access_key"]:
             return False
-        now = _chain(botocore.session.Session(profile=self._settings["profile"]))
+        with aws_configuration():
+            now = _chain(botocore.session.Session(profile=self._settings["profile"]))
         with self._lock:
             if now == self._keys:
                 return False
@@ -298,7 +281,7 @@ class S3Store:
 
     def _explained(self, error: BaseException, where: str, doing: str) -> StoreError:
         at = self._settings["endpoint"] or "Amazon S3"
-        code, status, said = _code(error), _status(error), f"{type(error).__name__}: {error}"
+        code, status, said = _code(error), _status(error), f"{type(error).__name__}: {' '.join(str(error).split())}"
         if isinstance(error, boto.ClientError):
             said = f"{code}: {error.response.get('Error', {}).get('Message', '')} (HTTP {status})"
         if doing == "read" and code == "NoSuchKey":
@@ -307,7 +290,9 @@ class S3Store:
             code = "InvalidBucketName"
         if isinstance(error, boto.SSLError):
             remedy = CERTIFICATE
-        elif isinstance(error, (boto.NoCredentialsError, boto.PartialCredentialsError)):
+        elif isinstance(error, NOT_RENEWED):
+            remedy = SIGN_IN
+        elif isinstance(error, NO_KEYS):
             remedy = KEYS
         else:
             remedy = s3_remedy(code, status, at, self._bucket, self._settings["region"])
@@ -361,5 +346,4 @@ def _transient(error: BaseException) -> bool:
             return True
         # 412 comes here where nothing was found: the object that was in the way is still being written.
         return _status(error) in (409, 412, 429) or _status(error) >= 500 or _code(error) in DAMAGED_CODES
-    lasting = (boto.NoCredentialsError, boto.PartialCredentialsError, boto.ParamValidationError)
-    return not isinstance(error, lasting)
+    return not isinstance(error, (*NOT_RENEWED, *NO_KEYS, boto.ParamValidationError))

@@ -95,26 +95,6 @@ def test_one_rank_whose_keys_or_server_refuse(crew: Crew, s3: S3Server) -> None:
 
 
 @pytest.mark.s3
-def test_keys_that_only_one_of_the_two_ways_finds(
-    s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """botocore runs a program that prints keys; TensorStore does not."""
-    keys = '{"Version": 1, "AccessKeyId": "%s", "SecretAccessKey": "%s"}'
-    (tmp_path / "keys").write_text(keys % (s3.access_key, s3.secret_key))
-    (tmp_path / "config").write_text(f"[default]\ncredential_process = cat {tmp_path}/keys\n")
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
-    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
-    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    url = s3.url(f"preflight-{uuid4().hex[:8]}")
-    with ckpt.Checkpointer(url, storage_options={"endpoint": s3.endpoint, "region": "us-east-1"}) as ck:
-        with pytest.raises(ckpt.StoreError, match=rf"rank 0 on .*{OF_ARRAYS}.*give access_key and secret_key"):
-            ck.save(1, {"x": torch.zeros(3)})
-        assert ck.steps() == []
-
-
-@pytest.mark.s3
 def test_two_ways_to_two_places(s3: S3Server, tmp_path: Path) -> None:
     """An array that TensorStore has written must be there for the verbs, too."""
     with ckpt.Checkpointer(tmp_path / "one") as ck:

@@ -3,6 +3,7 @@
 import signal
 import threading
 import time
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import given
@@ -61,7 +62,15 @@ def test_an_error_ends_it_once_what_is_under_way_is_done(jobs: int) -> None:
     timer.join()
 
 
-def test_an_interrupt_ends_it_once_what_is_under_way_is_done() -> None:
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """A process that a shell has started in the background ignores interrupts."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_an_interrupt_ends_it_once_what_is_under_way_is_done(interruptible: None) -> None:
     begun: list[int] = []
     main = threading.get_ident()
 

@@ -540,13 +540,14 @@ def test_contradictory_settings_are_refused(
 def test_a_profile_brings_its_endpoint_and_region(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     config, credentials = tmp_path / "config", tmp_path / "credentials"
     config.write_text("[profile lab]\nregion = here-1\nendpoint_url = https://s3.lab.example/\n")
     monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(credentials))
     settings = s3_settings({"profile": "lab"})
     assert (settings["endpoint"], settings["region"]) == ("https://s3.lab.example", "here-1")
-    with pytest.raises(StoreError, match="profile lab holds no keys"):
+    with pytest.raises(StoreError, match="profile lab gives no keys"):
         kvstore_spec("s3://bucket", {"profile": "lab"})
     credentials.write_text("[lab]\naws_access_key_id = a\naws_secret_access_key = b\n")
     spec = kvstore_spec("s3://bucket", {"profile": "lab"})
