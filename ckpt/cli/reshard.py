@@ -51,7 +51,7 @@ class _Input:
     wanted: Source
     changed: Changed | None
     named: Named | None
-    layout: Any
+    run: Mapping[str, Any]  # its provenance, if it is one of ours
     committed: tuple[Session, CommittedState] | None
 
     @property
@@ -61,6 +61,11 @@ class _Input:
     @property
     def step(self) -> int | None:
         return self.source.content.step
+
+    def numerics(self, step: int) -> Any:
+        """The contract of the job that saved it, if what is written as this step is all that it saved, and only that:
+        steps may seed random numbers."""
+        return None if self.changed_at_all or step != self.step else self.run.get("numerics")
 
 
 @click.command(cls=Command, context_settings={"help_option_names": ["-h", "--help"]})
@@ -163,7 +168,14 @@ def reshard(
             assert number is not None
             session = open_session(dst, budget=2 * flight_for(memory, jobs))
             made = save_from(
-                session, found.wanted, number, layout=found.layout, append=append, more=more, advance=advance
+                session,
+                found.wanted,
+                number,
+                layout=found.run.get("layout"),
+                numerics=found.numerics(number),
+                append=append,
+                more=more,
+                advance=advance,
             )
             result = str(made.record.document["state_id"])
         elif files is not None and wanted == "ranks":
@@ -192,7 +204,8 @@ def _open(
 ) -> _Input:
     local = split_url(src.url)[0] in ("", "file")
     form = given or (detect(_folder(src.url)) if local else "ckpt")
-    layout = committed = None
+    run: Mapping[str, Any] = {}
+    committed = None
     source: Source
     if form == "ckpt":
         session = open_session(src.url)
@@ -203,13 +216,13 @@ def _open(
             record = find(session.log.read(), src, session.store.url)
         source = state = CommittedState(session, record)
         committed = session, state
-        layout = state.opened.run.get("layout")
+        run = state.opened.run
     else:
         if src.by != "latest":
             raise click.UsageError(f"{src.url} is a {form} checkpoint, which has one step; leave @{src.value} out")
         source = READERS[form](_folder(src.url))
     model = naming.model_of(names, config, form, source.url)
-    found = _Input(form, source, *naming.changed_and_named(source, form, changes, model), layout, committed)
+    found = _Input(form, source, *naming.changed_and_named(source, form, changes, model), run, committed)
     if leased and form in _UNCHECKED and found.changed_at_all and source.content.state_id is not None:
         state_id_of(source)  # what is made of it has another id, which could not tell that a bit was flipped here
     return found
@@ -265,7 +278,7 @@ def _layout_facts(found: _Input, placer: Placer | None, files: list[RankFile] | 
     if placer is None or files is None:
         return None
     held = layout_plan.held_by_source(*found.committed) if found.committed and not found.changed_at_all else None
-    return layout_plan.layout_facts(placer, files, held, found.layout)
+    return layout_plan.layout_facts(placer, files, held, found.run.get("layout"))
 
 
 def _plan_facts(

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 import ckpt
 from ckpt.adapters.foreign.sidecar import NAME
 from ckpt.cli.reshard import reshard
+from ckpt.invariant import Contract
 from tests.cli import commands
 from tests.support.raw import attempt_folder, log_records, objects_of, random_bits, raw, tree
 
@@ -94,6 +95,24 @@ def test_a_cast_and_new_names_are_printed(root: Path, tmp_path: Path) -> None:
     where = ~finite.isnan()
     assert raw(into["m"]["w"][where]) == raw(finite.to(torch.bfloat16)[where])
     assert into["m"]["w"][~where].isnan().all() and raw(into["m"]["n"]) == raw(torch.arange(4))
+
+
+def test_a_run_goes_on_trajectory_exact_after_a_conversion_that_changes_nothing(tmp_path: Path) -> None:
+    state = {"model": {"w": torch.arange(9.0)}, "epoch": 3, "rng": ckpt.per_rank({"seed": 1})}
+    run_of = partial(ckpt.Checkpointer, contract=Contract(4, 8), layout=ckpt.Layout())
+    with run_of(tmp_path / "src") as ck:
+        ck.save(7, state)
+    changes = {"none": [], "dtype": ["--dtype", "bfloat16"], "parts": ["--select", "[me]*"], "step": ["--step", 8]}
+    for what, options in changes.items():
+        document(tmp_path / "src", tmp_path / what, *options)
+        with run_of(tmp_path / what) as ck:
+            restored = ck.load(state, cast=("*",) if what == "dtype" else (), allow_missing=("rng",))
+            assert restored is not None and (restored.level == "trajectory-exact") == (what == "none"), what
+    runs = [json.loads((attempt_folder(tmp_path / name) / "run.json").read_bytes()) for name in ("src", "none")]
+    assert runs[0]["numerics"] == runs[1]["numerics"] and runs[0]["layout"] == runs[1]["layout"]
+    with run_of(tmp_path / "none") as ck:
+        assert ck.load(state, level="trajectory-exact") is not None
+        ck.save(8, state)
 
 
 def test_a_second_run_finds_the_result_and_another_state_is_refused(root: Path, tmp_path: Path) -> None:

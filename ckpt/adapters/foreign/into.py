@@ -57,14 +57,16 @@ def save_from(
     step: int,
     *,
     layout: Json = None,
+    numerics: Json = None,
     append: bool = False,
     more: Sequence[Source] = (),
     advance: Advance = lambda nbytes: None,
 ) -> Imported:
     """Collective. Commits the state of `source`, which every process has opened, as `step`; goes on where an earlier
     call for the same state was killed; does nothing where the step is there. The outcome does not depend on the number
-    of processes. layout: the one that saved the state, as it stands in its provenance. more: the same state opened
-    again, once for each further thread that is to work in this process; `advance` is called from all of them.
+    of processes. layout, numerics: of the job that saved the state, as they stand in its provenance; numerics only if
+    the state is as that job saved it, since a run may go on trajectory-exact by it. more: the same state opened again,
+    once for each further thread that is to work in this process; `advance` is called from all of them.
 
     append: the root may hold steps of other jobs, which is the way to fence a training job off: without it that is
     refused. Raises what `write_stream` raises, and CkptError for a root that is in use.
@@ -76,7 +78,8 @@ def save_from(
         if comm.rank == 0:
             history = session.log.read()
             record = history.outcome(name)
-            begun = None if record is not None else _begin(session, history, source, step, name, append, layout)
+            job: dict[str, Json] = {"layout": layout} | ({} if numerics is None else {"numerics": numerics})
+            begun = None if record is not None else _begin(session, history, source, step, name, append, job)
             told = canonical_json([None if record is None else record.number, begun])
     number, begun = parse_json(comm.broadcast(told, "import: begin"), "import: begin")
     if number is not None:
@@ -114,9 +117,10 @@ def _begun(session: Session, prefix: str, claim: str, name: str, step: int) -> d
 
 
 def _begin(
-    session: Session, history: History, source: Source, step: int, name: str, append: bool, layout: Json
+    session: Session, history: History, source: Source, step: int, name: str, append: bool, job: Mapping[str, Json]
 ) -> dict[str, str]:
-    """On rank 0: the attempt's intent and provenance, new or as they were."""
+    """On rank 0: the attempt's intent and provenance, new or as they were. job: what the provenance says of the one
+    that saved the state."""
     store, last = session.store, history.last_claim
     if last is not None:
         prefix = attempt_prefix(last.claim, name)
@@ -155,10 +159,10 @@ def _begin(
         "claim": claim,
         "attempt": name,
         "world": len(content.ranks),
-        "layout": layout,
         "source": {"url": source.url, "identity": content.identity},
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
         **who,
+        **job,
     }
     prefix = attempt_prefix(claim, name)
     data = canonical_json(run)
