@@ -14,7 +14,7 @@ import torch
 from ckpt.engine import fill
 from ckpt.engine.fill import Filling
 from ckpt.engine.merge import compare_plans
-from ckpt.engine.mover import Move, Mover, part_of, read_moves
+from ckpt.engine.mover import Move, Mover, elements_of, part_of, read_moves
 from ckpt.engine.opened import Opened, check_objects
 from ckpt.engine.session import Buffers, Done, Phases, Session
 from ckpt.engine.target import Options
@@ -79,11 +79,8 @@ def load(
         with comm.phase("load: check objects"):
             check_objects(session, opened)
     session.faults("load.opened")
-    failed, remedy = (
-        f"loading step {opened.record.step} failed",
-        "load again, or an older step, before training or saving",
-    )
-    with fill.changing(filling, atomic, failed, remedy) as begin_to_apply:
+    failed = f"loading step {opened.record.step} failed"
+    with fill.changing(filling, atomic, failed, _REMEDY) as begin_to_apply:
         with phases("read"):
             _read(job)
         session.faults("load.placed")
@@ -188,7 +185,7 @@ def _finish(job: _Job, arrays: Arrays, staging: Buffers, unit: Unit, begun: Any)
     where = f"{arrays.describe(unit.array)} {_named(job, unit)}"
     if not _is_whole(catalogue, unit):
         try:
-            return _opaque(begun.result(), array.itemsize)
+            return elements_of(begun.result(), array.itemsize)
         except Exception as error:
             raise arrays.read_error(error, where) from error
     buffer = staging.take(unit.nbytes).view(opaque(array.itemsize)).reshape(unit.box.extent)
@@ -204,13 +201,6 @@ def _finish(job: _Job, arrays: Arrays, staging: Buffers, unit: Unit, begun: Any)
 def _named(job: _Job, unit: Unit) -> str:
     names = [job.opened.manifest.catalogue.tensors[k.tensor].name for k in unit.links]
     return f"(tensor {names[0]}, chunk {'/'.join(map(str, unit.index))})"
-
-
-def _opaque(found: Any, itemsize: int) -> torch.Tensor:
-    kind = {1: "u1", 2: "i2", 4: "i4", 8: "i8", 16: "c16"}[itemsize]
-    tensor = torch.from_numpy(found.view(kind))
-    assert tensor.dtype == opaque(itemsize)
-    return tensor
 
 
 def _outgoing(

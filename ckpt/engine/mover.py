@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -131,6 +131,14 @@ def part_of(buffer: torch.Tensor, link: Link, packed: bool) -> torch.Tensor:
         flat = buffer[link.start : link.start + link.within.volume]
         return flat.reshape(link.within.extent)[link.box.relative_to(link.within).slices]
     return buffer[link.box.relative_to(link.within).slices]
+
+
+def elements_of(found: Any, itemsize: int) -> torch.Tensor:
+    """What TensorStore gave of an array, as elements of the same width."""
+    kind = {1: "u1", 2: "i2", 4: "i4", 8: "i8", 16: "c16"}[itemsize]
+    tensor = torch.from_numpy(found.view(kind))
+    assert tensor.dtype == opaque(itemsize)
+    return tensor
 
 
 def held_parts(shards: Sequence[Shard], box: Box) -> Iterator[tuple[Box, torch.Tensor]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,8 +92,13 @@ def pick(session: Session, step: int | None) -> Record | None:
             history = session.log.read()
             record = history.newest(step)
             if record is None and step is not None:
-                steps = sorted({r.step for r in history.lineage()})
-                raise NothingCommitted(f"{session.store.url}: no committed step {step}; there are {steps or 'none'}")
+                raise no_step(session.store.url, step, history.lineage())
             found = canonical_json(record and [record.number, record.document])
     document = parse_json(session.comm.broadcast(found, "load: pick a step"), "commit record")
     return None if document is None else Record(*document)
+
+
+def no_step(url: str, step: int, lineage: Iterable[Record]) -> NothingCommitted:
+    """The error where a step is not among the commits that there are."""
+    steps = sorted({record.step for record in lineage})
+    return NothingCommitted(f"{url}: no committed step {step}; there are {steps or 'none'}")

@@ -9,6 +9,7 @@ from itertools import product
 
 import torch
 
+from ckpt.engine.mover import elements_of
 from ckpt.engine.opened import Opened, open_commit
 from ckpt.engine.session import Session
 from ckpt.engine.stream import Content
@@ -93,8 +94,7 @@ class CommittedState:
             found = self._arrays.handle(number)[slices].read().result()
         except Exception as error:
             raise self._arrays.read_error(error, where) from error
-        kind = {1: "u1", 2: "i2", 4: "i4", 8: "i8", 16: "c16"}[array.itemsize]
-        return torch.from_numpy(found.view(kind))
+        return elements_of(found, array.itemsize)
 
 
 def _fresh(extent: Index, itemsize: int) -> torch.Tensor:

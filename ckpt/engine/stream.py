@@ -13,19 +13,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
 import torch
 
 from ckpt.engine.mover import part_of
-from ckpt.engine.session import MIB, Buffers, InFlight, Session
+from ckpt.engine.session import MIB, Session
 from ckpt.engine.sharing import in_threads, share
+from ckpt.engine.writer import Writer, write_metadata
 from ckpt.errors import CorruptCheckpoint
 from ckpt.fingerprint import ZERO, Digest, add, box_digests
 from ckpt.geometry import Box, Catalogue, Link, StoredObject, TensorSpec
 from ckpt.native.copies import copy_boxes
-from ckpt.state.dtypes import STORED, opaque
 from ckpt.state.values import Json, canonical_json, parse_json
-from ckpt.store.arrays import Arrays, metadata_objects
+from ckpt.store.arrays import Arrays
 from ckpt.store.commit import assemble, publish
 from ckpt.store.log import Record
 from ckpt.store.records import Intent, Receipt, attempt_prefix, sha256
@@ -111,8 +110,7 @@ def write_stream(session: Session, sources: Sequence[Source], intent: Intent, ru
     finished = set(parse_json(comm.broadcast(canonical_json(found), "write: finished"), "write: finished"))
     with comm.phase("write: pieces"):
         arrays = Arrays(session.kvstore, work.prefix + "state/", work.catalogue, session.context)
-        for key, data in list(metadata_objects(work.catalogue).items())[comm.rank :: comm.world]:
-            arrays.finish_write(arrays.put(key, data), f"{work.prefix}state/{key}")
+        write_metadata(session, arrays, work.catalogue, work.prefix)
         sizes = [sum(o.box.volume * work.catalogue.arrays[o.array].itemsize for o in piece) for piece in pieces]
         if comm.rank == 0:
             advance(sum(sizes[number] for number in finished))
@@ -155,12 +153,12 @@ def _piece_key(number: int) -> str:
 def _write_piece(work: _Work, source: Source, arrays: Arrays, number: int, piece: Sequence[StoredObject]) -> None:
     held: dict[str, list[tuple[Box, Digest]]] = defaultdict(list)
     written: dict[str, Digest] = defaultdict(lambda: ZERO)
-    buffers, flight = Buffers(), InFlight(work.session.budget // 2)
+    writer = Writer(work.session, arrays, work.catalogue, work.advance)
     for stored in piece:
-        _write_object(work, source, arrays, stored, buffers, flight, held, written)
+        _write_object(work, source, writer, stored, held, written)
         work.session.faults("stream.object")
-    flight.drain()
-    work.session.store.sync(*(arrays.describe(n) for n in sorted({stored.array for stored in piece})))
+    writer.drain()
+    writer.sync()
     objects = [(stored.array, stored.index) for stored in piece]
     receipt = Receipt(work.intent.attempt, number, work.pinned, dict(held), dict(written), objects, {})
     _create_same(work, _piece_key(number), receipt.document())
@@ -170,20 +168,14 @@ def _write_piece(work: _Work, source: Source, arrays: Arrays, number: int, piece
 def _write_object(
     work: _Work,
     source: Source,
-    arrays: Arrays,
+    writer: Writer,
     stored: StoredObject,
-    buffers: Buffers,
-    flight: InFlight,
     held: dict[str, list[tuple[Box, Digest]]],
     written: dict[str, Digest],
 ) -> None:
     """Reads the boxes of one object, digests them, puts them together, digests that, and starts to write it."""
     array = work.catalogue.arrays[stored.array]
-    nbytes = stored.box.volume * array.itemsize
-    staging = buffers.take(nbytes)
-    if array.packed:
-        staging.zero_()
-    buffer = staging.view(opaque(array.itemsize)).reshape(stored.box.extent)
+    buffer = writer.take(stored.array, stored.box)
     specs = [work.catalogue.tensors[tensor] for tensor, _, _ in stored.pieces]
     parts = []
     for spec, (tensor, box, start) in zip(specs, stored.pieces, strict=True):
@@ -194,16 +186,7 @@ def _write_object(
         parts.append((part, box, spec.shape))
     for spec, digest in zip(specs, box_digests(parts), strict=True):
         written[spec.name] = add(written[spec.name], digest)
-    where = tuple(slice(o, s) for o, s in zip(stored.box.offset, stored.box.stop, strict=True))
-    values = buffer.numpy().view(np.dtype(STORED[array.dtype].zarr))
-    future = arrays.handle(stored.array)[where].write(values, can_reference_source_data_indefinitely=True)
-
-    def finish() -> None:
-        arrays.finish_write(future.commit, f"{work.session.store.url}/{arrays.describe(stored.array)}")
-        buffers.give(staging)
-        work.advance(nbytes)
-
-    flight.add(nbytes, finish)
+    writer.write(stored.array, stored.box, buffer)
 
 
 def _commit(work: _Work, pieces: int, run: bytes) -> Record:

@@ -7,19 +7,18 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
 from ckpt.engine.merge import Union
 from ckpt.engine.mover import Move, Mover, by_unit, gather_box, held_parts, part_of, write_moves
-from ckpt.engine.session import Buffers, Done, InFlight, Session
+from ckpt.engine.session import Done, Session
+from ckpt.engine.writer import Writer, write_metadata
 from ckpt.fingerprint import ZERO, Digest, add, box_digests
 from ckpt.geometry import Box, Plan, Unit
 from ckpt.native.copies import copy_boxes
 from ckpt.state.captured import Captured
-from ckpt.state.dtypes import STORED, opaque
 from ckpt.state.values import Json
-from ckpt.store.arrays import Arrays, metadata_objects
+from ckpt.store.arrays import Arrays
 from ckpt.store.records import Intent
 
 
@@ -43,7 +42,7 @@ def write(job: Job) -> tuple[dict[str, Digest], list[tuple[int, tuple[int, ...]]
     rank = session.comm.rank
     arrays = Arrays(session.kvstore, job.prefix + "state/", catalogue, session.context)
     mover = Mover(session.comm, [t.itemsize for t in catalogue.tensors])
-    buffers, flight, done = Buffers(), InFlight(session.budget // 2), Done(session, job.plan)
+    writer = Writer(session, arrays, catalogue, Done(session, job.plan).add)
     written: dict[str, Digest] = defaultdict(lambda: ZERO)
     objects: list[tuple[int, tuple[int, ...]]] = []
     failure: BaseException | None = None
@@ -55,17 +54,17 @@ def write(job: Job) -> tuple[dict[str, Digest], list[tuple[int, tuple[int, ...]]
         try:
             for number, unit in enumerate(units):
                 if unit.owner == rank:
-                    _write_unit(job, arrays, buffers, flight, done, unit, incoming.get(number, ()), written)
+                    _write_unit(job, writer, unit, incoming.get(number, ()), written)
                     objects.append((unit.array, unit.index))
                     if len(objects) == 1:
                         session.faults("save.object")
         except BaseException as error:
             failure = error
     try:
-        flight.drain()
+        writer.drain()
         if failure is None:
-            _write_metadata(job, arrays)
-            session.store.sync(*(arrays.describe(number) for number in sorted({array for array, _ in objects})))
+            write_metadata(session, arrays, catalogue, job.prefix)
+            writer.sync()
     except BaseException as error:
         failure = failure or error
     return dict(written), objects, failure
@@ -79,22 +78,12 @@ def _outgoing(job: Job, moves: Sequence[Move]) -> Iterator[tuple[Move, torch.Ten
 
 
 def _write_unit(
-    job: Job,
-    arrays: Arrays,
-    buffers: Buffers,
-    flight: InFlight,
-    done: Done,
-    unit: Unit,
-    incoming: Iterable[tuple[Any, torch.Tensor]],
-    written: dict[str, Digest],
+    job: Job, writer: Writer, unit: Unit, incoming: Iterable[tuple[Any, torch.Tensor]], written: dict[str, Digest]
 ) -> None:
     """Assembles one stored object in a private buffer, digests it, and starts to write it."""
     catalogue = job.union.catalogue
     array = catalogue.arrays[unit.array]
-    staging = buffers.take(unit.nbytes)
-    if array.packed:
-        staging.zero_()
-    buffer = staging.view(opaque(array.itemsize)).reshape(unit.box.extent)
+    buffer = writer.take(unit.array, unit.box)
     copies = [(part_of(buffer, link, array.packed), elements) for link, elements in incoming]
     for link in unit.links:
         if link.ranks[0] == unit.owner:
@@ -108,17 +97,7 @@ def _write_unit(
     digests = box_digests([(part, box, spec.shape) for spec, box, part in pieces])
     for (spec, _, _), digest in zip(pieces, digests, strict=True):
         written[spec.name] = add(written[spec.name], digest)
-    values = buffer.numpy().view(np.dtype(STORED[array.dtype].zarr))
-    handle = arrays.handle(unit.array)[tuple(slice(o, s) for o, s in zip(unit.box.offset, unit.box.stop, strict=True))]
-    future = handle.write(values, can_reference_source_data_indefinitely=True)
-    where = f"{job.session.store.url}/{arrays.describe(unit.array)}"
-
-    def finish() -> None:
-        arrays.finish_write(future.commit, where)
-        buffers.give(staging)
-        done.add(unit.nbytes)
-
-    flight.add(unit.nbytes, finish)
+    writer.write(unit.array, unit.box, buffer)
 
 
 def _pieces(unit: Unit, buffer: torch.Tensor, packed: bool) -> Iterator[tuple[int, Box, torch.Tensor]]:
@@ -130,12 +109,3 @@ def _pieces(unit: Unit, buffer: torch.Tensor, packed: bool) -> Iterator[tuple[in
     for tensor, link in seen.items():
         flat = buffer[link.start : link.start + link.within.volume]
         yield tensor, link.within, flat.reshape(link.within.extent)
-
-
-def _write_metadata(job: Job, arrays: Arrays) -> None:
-    """Every rank writes its share of the zarr.json files."""
-    rank, world = job.session.comm.rank, job.session.comm.world
-    mine = list(metadata_objects(job.union.catalogue).items())[rank::world]
-    started = [(key, arrays.put(key, data)) for key, data in mine]
-    for key, future in started:
-        arrays.finish_write(future, f"{job.session.store.url}/{job.prefix}state/{key}")
