@@ -12,7 +12,7 @@ from ckpt import errors
 from ckpt.agent.client import AgentLink
 from ckpt.engine.group import Group
 from ckpt.engine.staging import SharedMemory, Staged, Staging
-from ckpt.errors import CkptError, RankFailed
+from ckpt.errors import CkptError
 from ckpt.state.captured import Captured
 from ckpt.state.values import Json, canonical_json, parse_json
 from ckpt.store.log import Record
@@ -153,6 +153,11 @@ class Background:
         """Whether a save is still being written, as far as this rank knows."""
         return self._pending is not None and not self._pending.done()
 
+    @property
+    def step(self) -> int | None:
+        """The step that is being written, as far as this rank has asked."""
+        return None if self._pending is None else self._pending.step
+
     def start(self) -> None:
         """Collective. Starts agents where there are none, so that the first save need not wait for them."""
         if self._link is None:
@@ -232,10 +237,7 @@ class Background:
         error: CkptError | None = None
         if self._pending is not None:
             self._pending.release()
-            try:
-                error = self._pending.unseen()
-            except RankFailed as failed:
-                error = failed
+            error = self._pending.unseen()
         self._pending = None
         self._drop()
         if self._memory is not None:

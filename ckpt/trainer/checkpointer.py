@@ -104,11 +104,13 @@ class Checkpointer:
                 raise StateMismatch(f"layout {layout} has {layout.world} ranks, the job has {self._comm.world}")
             self._store = open_store(where, storage_options)
             kvstore = kvstore_spec(where, storage_options)
-            context = arrays.context(threads=max(1, torch.get_num_threads()))
+            threads = max(1, torch.get_num_threads())
+            context = arrays.context(threads=threads)
             self._session = Session(self._store, kvstore, Log(self._store), self._comm, context, faults)
             self._watch = Watch(self._comm.rank, events, progress)
             self._tiers = None if fast is None else self._two_tiers(os.fspath(fast), keep_fast, storage_options)
             metrics = None if metrics_port is None else metrics_address(metrics_host, metrics_port)
+            schedule = Schedule(every_steps, every_seconds, grace)
         with self._comm.operation("open"):
             self._numerics = agreed(self._comm, contract)
         self._contract = contract
@@ -116,12 +118,11 @@ class Checkpointer:
         self._session.progress = self._saves.progress = self._watch.progress
         self._when_busy, self._overlap = when_busy, overlap
         options = storage_options if self._tiers is None else None
-        threads = max(1, torch.get_num_threads())
         self._background = Background(self._comm, self._saves.store.url, options, threads, metrics)
-        schedule = Schedule(every_steps, every_seconds, grace)
         self._notice = Notice(signals, poll)
-        failed, told, last = lambda: self._background.failed, self._watch.preempted, lambda: self._last
-        self._steps = Steps(self._comm, schedule, self._notice, self.save_async, self._settled, failed, told, last)
+        background, told = self._background, self._watch.preempted
+        failed, saved = lambda: background.failed, lambda step: step in (self._last, background.step)
+        self._steps = Steps(self._comm, schedule, self._notice, self.save_async, self._settled, failed, told, saved)
         self._collecting = Collecting(self._comm, keep, self._store.url, storage_options, self._watch.collected)
         self._cache = saving.PlanCache()
         self._claim: str | None = None
@@ -214,7 +215,7 @@ class Checkpointer:
 
     def after_step(self, step: int, state: State) -> PendingSave | None:
         """Collective: call it on every rank after every step. Saves by the schedule, asynchronously, and gives the save
-        that it began.
+        that it began. A step that has just been saved by another call is not saved again.
 
         Once any rank has been told to end (a signal, or `poll`), all ranks save the same step, one or two after that,
         wait for its commit, and raise Preempted, which ends the process with code 75. Raises the error of an earlier

@@ -70,12 +70,9 @@ class Draining:
     def wait(self, seconds: float | None = None) -> bool:
         """Waits until nothing is being written or copied, well or not, or for so many seconds. Says whether it has
         ended. What is followed must end by itself."""
-        if self._following is not None:
-            self._following.join(seconds)
-        thread = self._thread
-        if thread is not None:
-            thread.join(seconds)
-        return thread is None or not thread.is_alive()
+        end = None if seconds is None else time.monotonic() + seconds
+        # What is followed asks for a copy as it ends, so that thread is looked for after it.
+        return _ended(self._following, end) and _ended(self._thread, end)
 
     @property
     def done(self) -> bool:
@@ -119,3 +116,9 @@ class Draining:
                 self._thread = None
                 return None
             return number
+
+
+def _ended(thread: threading.Thread | None, end: float | None) -> bool:
+    if thread is not None:
+        thread.join(None if end is None else max(0.0, end - time.monotonic()))
+    return thread is None or not thread.is_alive()

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any, Literal, Protocol, TypeAlias
 
 from ckpt.engine.comm import Comm
 from ckpt.errors import CkptError, StateMismatch
-from ckpt.state.values import canonical_json
+from ckpt.state.values import canonical_json, parse_json
 
 Level: TypeAlias = Literal["trajectory-exact", "state-exact"]
 LEVELS: tuple[Level, ...] = ("trajectory-exact", "state-exact")
@@ -35,7 +34,7 @@ def agreed(comm: Comm, contract: Numerics | None) -> dict[str, Any] | None:
                     f"ranks 0 and {rank} have different numerics contracts: {everybody[0].decode()} and "
                     f"{other.decode()}; give every rank the same, with the same threads, libraries and settings"
                 )
-    found: dict[str, Any] | None = json.loads(own)
+    found: dict[str, Any] | None = parse_json(own, "numerics contract")
     return found
 
 
@@ -53,7 +52,7 @@ def compared(
     else:
         mine = contract.differences(saved)
     everybody = comm.all_gather(canonical_json(mine), "load: numerics contract")
-    found = tuple(dict.fromkeys(line for lines in everybody for line in json.loads(lines)))
+    found = tuple(dict.fromkeys(line for lines in everybody for line in parse_json(lines, "differences")))
     with comm.phase("load: numerics contract"):
         if wanted is not None and wanted not in LEVELS:
             raise CkptError(f"level={wanted!r} must be {' or '.join(map(repr, LEVELS))}")

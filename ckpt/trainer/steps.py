@@ -22,7 +22,7 @@ from ckpt.trainer.results import Receipt
 log = logging.getLogger("ckpt")
 
 
-@dataclass
+@dataclass(frozen=True)
 class Schedule:
     """When to save: every so many steps, or seconds by rank 0's clock, or both. grace: seconds from a notice to the end
     of the process."""
@@ -31,13 +31,19 @@ class Schedule:
     every_seconds: float | None
     grace: float
 
+    def __post_init__(self) -> None:
+        """Raises CkptError for an interval that is none."""
+        for name, every in (("every_steps", self.every_steps), ("every_seconds", self.every_seconds)):
+            if every is not None and not every > 0:
+                raise CkptError(f"{name}={every!r} must be positive; leave it out to save by no such interval")
+
 
 @dataclass
 class Steps:
     """The schedule of one Checkpointer on this rank. save: stages a step and hands it over; settle: waits for the save
     under way, raises its error, and if told to lets retention go on; failed: whether that save has failed and nobody
-    has asked yet; told: is given the last step of a job that must end, and the seconds that it has left; last: the step
-    that was committed last, by whatever call."""
+    has asked yet; told: is given the last step of a job that must end, and the seconds that it has left; saved: whether
+    a step is the last that was committed, or is being written, by whatever call."""
 
     comm: Comm
     schedule: Schedule
@@ -46,7 +52,7 @@ class Steps:
     settle: Callable[[bool], Receipt | None]
     failed: Callable[[], bool]
     told: Callable[[int, float], None]
-    last: Callable[[], int | None]
+    saved: Callable[[int], bool]
     _ticket: Ticket | None = None
     _last: float = field(default_factory=time.monotonic)
     _slow: bool = False
@@ -62,7 +68,8 @@ class Steps:
         if failed:
             self.settle(True)
         every = self.schedule.every_steps
-        pending = self._save(step, state) if due or (every is not None and step % every == 0) else None
+        wanted = due or (every is not None and step % every == 0)
+        pending = self._save(step, state) if wanted and not self.saved(step) else None
         self._ticket = self.comm.start_any([self.notice.given(), self._due(), self.failed()])
         return pending
 
@@ -89,7 +96,7 @@ class Steps:
             if not self.comm.agreed(error):
                 raise
             log.error("before the last save: %s", error)
-        if step != self.last():
+        if not self.saved(step):
             self._save(step, state)
             self.settle(False)
         raise Preempted(step)

@@ -15,11 +15,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from ckpt.engine.opened import no_step
 from ckpt.engine.session import Session
 from ckpt.errors import (
     CkptError,
     CorruptCheckpoint,
-    NothingCommitted,
     RankFailed,
     StateInvalid,
     StoreError,
@@ -202,9 +202,7 @@ class Tiers:
                 places = self.lineage()
                 place = next((p for p in places if step in (None, p.record.step)), None)
                 if place is None and step is not None:
-                    steps = sorted({p.record.step for p in places})
-                    url = self._durable.store.url
-                    raise NothingCommitted(f"{url}: no committed step {step}; there are {steps or 'none'}")
+                    raise no_step(self._durable.store.url, step, (p.record for p in places))
                 records = () if place is None else (place.fast, place.durable)
                 packed = [None if r is None else [r.number, r.document] for r in records]
                 told = canonical_json([*packed, place in places[:1]])

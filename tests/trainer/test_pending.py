@@ -91,6 +91,25 @@ def test_a_step_that_was_saved_already_is_not_saved_again_at_the_end(tmp_path: P
         assert saved == ([1, 3, 3] if again else [1, 3])
 
 
+@pytest.mark.parametrize("how", ["save", "save_async"])
+def test_a_step_that_was_saved_already_is_not_saved_again_by_the_schedule(tmp_path: Path, how: str) -> None:
+    """Unless an older step was loaded since: it is another state."""
+    with ckpt.Checkpointer(tmp_path, timeout=60, every_steps=2) as ck:
+        for step in (1, 2):
+            getattr(ck, how)(step, state(step))
+            assert ck.after_step(step, state(step)) is None
+        assert ck.load(state(0), 1) is not None
+        assert ck.after_step(2, state(2)) is not None
+    saved = [record["step"] for record in log_records(tmp_path).values() if record["kind"] == "commit"]
+    assert saved == [1, 2, 2]
+
+
+@pytest.mark.parametrize("more", [{"every_steps": 0}, {"every_steps": -5}, {"every_seconds": 0.0}])
+def test_an_interval_that_is_none_is_refused(tmp_path: Path, more: Any) -> None:
+    with pytest.raises(ckpt.CkptError, match=r"every_\w+=\S+ must be positive"):
+        ckpt.Checkpointer(tmp_path, **more)
+
+
 @pytest.mark.parametrize(("grace", "warned"), [(1e-3, 1), (600.0, 0)])
 def test_a_grace_that_is_too_short_is_told_once_and_early(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, grace: float, warned: int

@@ -246,6 +246,19 @@ def test_closing_raises_what_became_of_the_last_copy(durable: Path, fast: Path) 
     assert steps(durable) == [1] and steps(fast) == [1, 2]
 
 
+def test_a_wait_is_no_longer_than_it_may_be_and_says_what_is_still_under_way(durable: Path, fast: Path) -> None:
+    own = draining.Draining(fast.as_uri(), durable.as_uri(), None, lambda outcome, seconds: None)
+    go = threading.Event()
+
+    def nothing_is_committed() -> None:
+        go.wait(60)
+
+    own.follow(nothing_is_committed, "claim")
+    assert not own.wait(0.01)
+    go.set()
+    assert own.wait(60)
+
+
 def test_each_root_has_its_own_rules(durable: Path, fast: Path) -> None:
     keep = ckpt.Keep(last=1, every=2, grace=0)
     with tiered(durable, fast, keep=keep, keep_fast=ckpt.Keep(last=1, grace=0)) as ck:
