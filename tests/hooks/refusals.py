@@ -71,6 +71,10 @@ def _hugging_face(root: Path) -> None:
             _trainer(here, **options).train()
     with pytest.raises(ckpt.Unsupported, match="resume_from_checkpoint='somewhere'"):
         _trainer(here).train("somewhere")
+    deepspeed = _trainer(here)
+    deepspeed.is_deepspeed_enabled = True
+    with pytest.raises(ckpt.Unsupported, match="DeepSpeed: ckpt saves and resumes this run"):
+        deepspeed.train()
     with pytest.raises(ckpt.CkptError, match="does not resume from ckpt"):
         _trainer(here, Trainer).train()
     with pytest.raises(ckpt.CkptError, match="has 0 CheckpointCallbacks"):

@@ -1,12 +1,14 @@
-"""What the hooks of Megatron refuse, and that parameters are synchronised before a capture; played as an example is, on
-two data-parallel ranks."""
+"""What the hooks of Megatron refuse, that parameters are synchronised before a capture, and that a growing batch size
+goes on where it was; played as an example is, on two data-parallel ranks."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core import num_microbatches_calculator
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from on_megatron import build, microbatches, on_this_machine, train_step
 from tiny import Text
@@ -25,6 +27,7 @@ def train(root: str, steps: int) -> dict[str, Any]:
             train_step(model, optimizer, scheduler, microbatches(Text(), consumed))
         _out_of_date(root, model, optimizer)
         _refused(root, model, optimizer, scheduler)
+        _growing(root, model, optimizer, scheduler)
         singles = [single.optimizer for single in optimizer.chained_optimizers]
         return {"model": model[0].module, "optimizers": singles, "schedulers": [scheduler]}
 
@@ -67,3 +70,21 @@ def _refused(root: str, model: list[Any], optimizer: Any, scheduler: Any) -> Non
         manager.save(SimpleNamespace(module_name="vision"))
     with pytest.raises(ckpt.Unsupported, match="callbacks for on_checkpoint_save"):
         manager.save(SimpleNamespace(module_name=None), SimpleNamespace(has_callbacks=lambda name: True))
+
+
+def _growing(root: str, *parts: Any) -> None:
+    """A global batch of 4 samples grows by 4 after each 100 of 300 samples; a rank's microbatches have 2."""
+    args = SimpleNamespace(consumed_train_samples=250, skipped_train_samples=3, consumed_valid_samples=5)
+    with MegatronHook(f"{root}/growing", lambda: args, every_steps=1) as hook:
+        hook.save_checkpoint(1, *parts, 0)
+        assert not hook.checkpoint_and_decide_exit(*parts, 1, 0)  # both want this step, which is saved once
+        num_microbatches_calculator.init_num_microbatches_calculator(0, [4, 4, 300], 16, 2, dist.get_world_size())
+        try:
+            assert num_microbatches_calculator.get_num_microbatches() == 1
+            vars(args).update(dict.fromkeys(vars(args), 0))
+            assert hook.load_checkpoint(*parts) == (1, 0)
+            assert list(vars(args).values()) == [250, 3, 5]
+            assert num_microbatches_calculator.get_num_microbatches() == 3
+        finally:
+            num_microbatches_calculator.unset_num_microbatches_calculator()
+    assert len(list(Path(root, "growing", "attempts").glob("*/*"))) == 1
