@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
-
 import click
 
 from ckpt.agent import registry
+from ckpt.cli import output
 
 _LOOK = 0.2  # seconds in which an idle agent says so
 
 
 @click.command()
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@output.json_option
 def agent(as_json: bool) -> None:
     """List the agents of this user on this machine: their process, whether they are writing, and to what root.
 
@@ -22,7 +21,7 @@ def agent(as_json: bool) -> None:
     """
     found = [(entry, not registry.idle(entry, _LOOK)) for entry in registry.running()]
     if as_json:
-        click.echo(json.dumps([{"pid": e.pid, "writing": writing, "url": e.url} for e, writing in found], indent=2))
+        output.write_json([{"pid": e.pid, "writing": writing, "url": e.url} for e, writing in found])
         return
     for entry, writing in found:
         click.echo(f"{entry.pid:>8}  {'writing' if writing else 'idle':7}  {entry.url}")

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import threading
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import click
@@ -60,7 +57,8 @@ def cp(source: Address, target: Address, everything: bool, force: bool, jobs: in
     done = []
     for record in chosen:
         try:
-            with _bar(record) as progress:
+            size = int(record.document.get("bytes", 0))
+            with output.counting(f"step {record.step}", size) as progress:
                 done.append(copy_commit(of, record.number, to, claim, threads=jobs, progress=progress))
         except NothingCommitted:
             if not everything:  # else it was retired meanwhile
@@ -107,19 +105,6 @@ def _claim(of: Side, to: Side, first: Record, force: bool) -> str:
             "--take-over: a job that is running is stopped by that at its next save; or copy to another root"
         )
     return claim_for_copies(to)
-
-
-@contextlib.contextmanager
-def _bar(record: Record) -> Iterator[Callable[[int], None]]:
-    total, lock, moved = int(record.document.get("bytes", 0)), threading.Lock(), [0]
-    with output.progress(f"step {record.step}") as show:
-
-        def progress(nbytes: int) -> None:
-            with lock:
-                moved[0] += nbytes
-                show(moved[0], max(total, moved[0]))
-
-        yield progress
 
 
 def _line(done: Copied) -> str:

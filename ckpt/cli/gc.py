@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import click
 
 from ckpt.agent import registry
+from ckpt.cli import output
 from ckpt.errors import CkptError, NothingCommitted
 from ckpt.store.collect import Collected, Collector, survey, take_over
 from ckpt.store.log import Log, Record
@@ -29,7 +29,7 @@ from ckpt.store.retention import Keep
 @click.option("--grace", type=click.FloatRange(0), default=3600.0, show_default=True, metavar="SECONDS")
 @click.option("--dry-run", is_flag=True, help="Only say what would be done, as if the last job had ended.")
 @click.option("--take-over", "force", is_flag=True, help="Fence the last job off, even if it may be running.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@output.json_option
 def gc(
     url: str,
     keep_last: int | None,
@@ -74,7 +74,7 @@ def gc(
     else:
         done = Collector(store, log, take_over(store, log), keep).run()
     if as_json:
-        click.echo(json.dumps({"url": store.url, "dry_run": dry_run, "alive": alive, **_document(done)}, indent=2))
+        output.write_json({"url": store.url, "dry_run": dry_run, "alive": alive, **_document(done)})
     else:
         _print(done, dry_run, alive)
 
@@ -128,7 +128,7 @@ def _print(done: Collected, dry_run: bool, alive: str | None) -> None:
     for record, why in done.waiting:
         click.echo(f"step {record.step:>10}  retired, data kept: {why}")
     for one in done.removed:
-        click.echo(f"{would}deleted: {one.prefix}  {one.why}, {len(one.objects)} objects, {one.nbytes:,} bytes")
+        click.echo(f"{would}deleted: {one.prefix}  {one.why}, {len(one.objects)} objects, {output.size(one.nbytes)}")
     if not done.verdicts and not done.removed and not done.waiting:
         click.echo("nothing to do")
     if dry_run and alive:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import platform
 from typing import Any
 
 import click
 
+from ckpt.cli import output
 from ckpt.native import library
 
 _PACKAGES = ("torch", "numpy", "tensorstore", "zarr", "fsspec", "s3fs", "megatron-core")
@@ -31,7 +31,7 @@ def facts() -> dict[str, Any]:
 
 
 @click.command()
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@output.json_option
 def info(as_json: bool) -> None:
     """Show versions, and whether the compiled kernels are in use.
 
@@ -39,7 +39,7 @@ def info(as_json: bool) -> None:
     """
     found = facts()
     if as_json:
-        click.echo(json.dumps(found, indent=2))
+        output.write_json(found)
         return
     rows = [("ckpt", found["ckpt"]), ("machine", found["machine"])]
     rows += [(name, version or "not installed") for name, version in found["versions"].items()]

@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from ckpt.adapters.foreign.pieces import Plan
 from ckpt.adapters.foreign.rank_files import RankFile, file_name
 from ckpt.adapters.foreign.rank_rules import NO_RULE, Placer
 from ckpt.adapters.foreign.ranks_write import cut
@@ -87,15 +88,15 @@ def held_by_source(session: Session, state: CommittedState) -> list[Held] | None
     return found
 
 
-def written(content: Content, form: str, files: Sequence[RankFile] | None) -> dict[str, Any]:
-    """How many files or objects of how many bytes are expected; None where another library decides that."""
+def written(content: Content, files: Sequence[RankFile] | None, plan: Plan | None) -> dict[str, int]:
+    """How many files or objects, of how many bytes, there will be: rank files, those of a plan, or our own objects. A
+    plan's bytes are those of the state alone."""
     if files is not None:
         return {"files": sum(len(f.ranks) for f in files), "bytes": sum(f.nbytes for f in files)}
-    if form == "ckpt":
-        objects = expected_objects(Catalogue.of(content.tensors))
-        return {"files": len(objects), "bytes": sum(objects.values())}
-    specs = {t.name: t for t in content.tensors}
-    return {"files": None, "bytes": content.nbytes + sum(specs[kept].nbytes for kept in content.aliases.values())}
+    if plan is not None:
+        return {"files": len(plan.files) + len(plan.further), "bytes": sum(piece.reads for piece in plan.pieces)}
+    objects = expected_objects(Catalogue.of(content.tensors))
+    return {"files": len(objects), "bytes": sum(objects.values())}
 
 
 def per_process(sizes: Sequence[int], world: int) -> list[dict[str, int]]:
@@ -118,9 +119,8 @@ def plan_rows(plan: Mapping[str, Any] | None, form: str) -> list[tuple[str, obje
     if plan is None:
         return []
     made, what = plan["output"], "objects" if form == "ckpt" else "files"
-    count = "files" if made["files"] is None else f"{made['files']} {what}"
     rows: list[tuple[str, object]] = [
-        ("writes", f"{count}, {output.size(made['bytes'])}"),
+        ("writes", f"{made['files']} {what}, {output.size(made['bytes'])}"),
         ("memory", f"at most {output.size(plan['memory'])} more, in each process, with {plan['jobs']} of --jobs"),
     ]
     for of_one in plan["processes"]:

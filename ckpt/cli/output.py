@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -26,6 +27,7 @@ from ckpt.inspect.wording import shape as shape
 from ckpt.inspect.wording import size as size
 from ckpt.state.values import Json, decode
 
+NO_LEASE = "no lease: the store cannot be written, and a collector may delete what is read"
 _LONGEST = 100  # characters of a value that are shown
 _WIDE = 100_000  # columns where nobody looks at a screen: nothing is folded or cut
 
@@ -165,6 +167,21 @@ def progress(what: str) -> Iterator[Callable[[int, int], None]]:
     with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(what, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+@contextlib.contextmanager
+def counting(what: str, total: int) -> Iterator[Callable[[int], None]]:
+    """The same bar, called with how many more bytes are done, from any thread. total: as far as is known."""
+    done, lock = 0, threading.Lock()
+    with progress(what) as bar:
+
+        def advance(nbytes: int) -> None:
+            nonlocal done
+            with lock:
+                done += nbytes
+                bar(done, max(total, done))
+
+        yield advance
 
 
 def stamp(seconds: float | None) -> str:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,11 +14,12 @@ import torch.distributed as dist
 
 from ckpt.adapters.foreign import sidecar as sidecars
 from ckpt.adapters.foreign.changes import Changed, Changes
-from ckpt.adapters.foreign.formats import OUTPUTS, READERS, WRITERS, detect
+from ckpt.adapters.foreign.formats import OUTPUTS, READERS, detect
 from ckpt.adapters.foreign.into import open_session, save_from
-from ckpt.adapters.foreign.memory import band_for, flight_for, taken
+from ckpt.adapters.foreign.memory import band_for, check_memory, flight_for, taken
 from ckpt.adapters.foreign.naming import AUTO, Named
 from ckpt.adapters.foreign.naming_families import FAMILIES
+from ckpt.adapters.foreign.pieces import Output, write_pieces
 from ckpt.adapters.foreign.rank_files import RankFile, plan_files
 from ckpt.adapters.foreign.rank_rules import Given, Placer
 from ckpt.adapters.foreign.ranks_write import write_ranks
@@ -29,11 +29,11 @@ from ckpt.cli.errors import Command
 from ckpt.engine.comm import Comm
 from ckpt.engine.rest import CommittedState
 from ckpt.engine.session import Session
-from ckpt.engine.stream import Source
+from ckpt.engine.stream import Advance, Source
 from ckpt.errors import CkptError, CorruptCheckpoint
 from ckpt.geometry import Layout
 from ckpt.inspect.address import Address, find
-from ckpt.store.leases import lease
+from ckpt.inspect.committed import in_use
 from ckpt.store.objects import split_url
 
 _THREADED = ("ckpt", "ranks")  # formats whose writing the threads of a process share
@@ -68,11 +68,24 @@ class _Input:
         return None if self.changed_at_all or step != self.step else self.run.get("numerics")
 
 
+@dataclass(frozen=True)
+class _Target:
+    """What is to be written. step: None where SRC does not say it and the format need not."""
+
+    url: str
+    format: str
+    step: int | None
+    sidecar: bool
+    append: bool
+    memory: int | None
+    jobs: int
+
+
 @click.command(cls=Command, context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("src", metavar="SRC[@STEP]", type=output.AddressType())
 @click.argument("dst", metavar="DST")
 @click.option("--from", "given", type=click.Choice(["ckpt", *READERS]), help="Format of SRC; found out if left out.")
-@click.option("--format", "wanted", type=click.Choice(["ckpt", *WRITERS, "ranks"]), default="ckpt", show_default=True)
+@click.option("--format", "wanted", type=click.Choice(["ckpt", *OUTPUTS, "ranks"]), default="ckpt", show_default=True)
 @click.option("--to", type=layout_plan.LayoutType(), help="For ranks, or to be drawn by --plan: tp=2,pp=2,dp=2.")
 @click.option(
     "--shard", multiple=True, metavar="PATTERN=HOW", help="What ranks hold: `replicated`, or AXIS:GROUP such as 0:tp."
@@ -135,58 +148,31 @@ def reshard(
     layout_plan.check_asked(wanted, to, shard, plan_only)
     if jobs > 1 and wanted not in _THREADED:
         raise click.UsageError(f"--format {wanted} is written by one thread; leave --jobs out")
-    band = band_for(wanted, memory, jobs)
+    check_memory(wanted, memory, jobs)
     opening = partial(_open, ctx, given, Changes(select, rename, dtype), names, config)
     found = opening(src, leased=not plan_only)
     content = found.wanted.content
     number = step if step is not None else found.step
     if wanted == "ckpt" and number is None:
         raise click.UsageError(f"{found.source.url} does not say its step; give --step")
+    target = _Target(dst, wanted, number, sidecar, append, memory, jobs)
     beyond = {} if wanted == "ckpt" else sidecars.beyond(content, wanted)
     lost = dict(content.left_out) | ({} if sidecar else beyond)
-    facts = _facts(found, dst, wanted, lost, beyond if sidecar else {})
+    facts = _facts(found, target, lost, beyond if sidecar else {})
     placer = None if to is None else Placer(content, to, [Given.parse(text) for text in shard])
     files = None if placer is None else plan_files(content, placer)
     facts["layout"] = _layout_facts(found, placer, files)
     if plan_only:
-        facts["plan"] = _plan_facts(found, wanted, files if wanted == "ranks" else None, memory, jobs)
+        facts["plan"] = _plan_facts(found, target, files if wanted == "ranks" else None)
         _show(facts, as_json)
         return
     if found.committed is not None:  # that one again, though there may be a newer one by now
         src = Address(src.url, "seq", str(found.committed[1].opened.record.number))
     more = [opening(src, leased=False).wanted for _ in range(jobs - 1)]
-    with output.progress("writing") as bar:
-        done, lock = 0, threading.Lock()
-
-        def advance(nbytes: int) -> None:
-            nonlocal done
-            with lock:
-                done += nbytes
-                bar(done, content.nbytes)
-
-        if wanted == "ckpt":
-            assert number is not None
-            session = open_session(dst, budget=2 * flight_for(memory, jobs))
-            made = save_from(
-                session,
-                found.wanted,
-                number,
-                layout=found.run.get("layout"),
-                numerics=found.numerics(number),
-                append=append,
-                more=more,
-                advance=advance,
-            )
-            result = str(made.record.document["state_id"])
-        elif files is not None and wanted == "ranks":
-            group, sources = Comm(timeout=86400.0), [found.wanted, *more]
-            result = write_ranks(sources, _folder(dst), files, group, with_sidecar=sidecar, band=band, advance=advance)
-        else:
-            options: dict[str, Any] = {"beside": naming.beside(found.named)} if wanted == "hf" else {}
-            result = WRITERS[wanted](found.wanted, _folder(dst), with_sidecar=sidecar, advance=advance, **options)
-    facts["destination"]["state_id"] = result
+    with output.counting("writing", content.nbytes) as advance:
+        result = facts["destination"]["state_id"] = _write(found, more, target, files, advance)
     if verify:
-        again = state_id_of(_result(dst, wanted, number, sidecars.sidecar(content, result)))
+        again = state_id_of(_result(target, sidecars.sidecar(content, result)))
         if again != result:
             raise CorruptCheckpoint(f"{dst}: reads as state {again}, but {result} was written; do not use it")
         facts["destination"]["read_again"] = again
@@ -210,9 +196,11 @@ def _open(
     if form == "ckpt":
         session = open_session(src.url)
         src = _agreed(session, src)
-        record = find(session.log.read(), src, session.store.url)
         if leased:
-            ctx.with_resource(lease(session.store, record.number, "ckpt-reshard"))
+            record, held = ctx.with_resource(in_use(session.store, session.log, src, "ckpt-reshard"))
+            if not held:
+                click.echo(output.NO_LEASE, err=True)
+        else:
             record = find(session.log.read(), src, session.store.url)
         source = state = CommittedState(session, record)
         committed = session, state
@@ -244,16 +232,47 @@ def _folder(url: str) -> Path:
     return Path(rest)
 
 
-def _result(dst: str, wanted: str, step: int | None, document: bytes) -> Source:
-    if wanted != "ckpt":
-        return READERS[wanted](_folder(dst), sidecars.parse_sidecar(document, dst))
-    session = open_session(dst)
-    return CommittedState(session, find(session.log.read(), Address(dst, "step", str(step)), dst))
+def _write(
+    found: _Input, more: Sequence[Source], target: _Target, files: Sequence[RankFile] | None, advance: Advance
+) -> str:
+    """Gives the state id of what was written. more: the same state, for further threads."""
+    source = found.wanted
+    if target.format == "ckpt":
+        assert target.step is not None
+        session = open_session(target.url, budget=2 * flight_for(target.memory, target.jobs))
+        made = save_from(
+            session,
+            source,
+            target.step,
+            layout=found.run.get("layout"),
+            numerics=found.numerics(target.step),
+            append=target.append,
+            more=more,
+            advance=advance,
+        )
+        return str(made.record.document["state_id"])
+    folder = _folder(target.url)
+    if target.format != "ranks":
+        return write_pieces(_output(found, target), source, folder, advance=advance)
+    assert files is not None
+    band = band_for(target.memory, target.jobs)
+    group = Comm(timeout=86400.0)
+    return write_ranks([source, *more], folder, files, group, with_sidecar=target.sidecar, band=band, advance=advance)
 
 
-def _facts(
-    found: _Input, dst: str, wanted: str, lost: Mapping[str, str], in_sidecar: Mapping[str, str]
-) -> dict[str, Any]:
+def _output(found: _Input, target: _Target) -> Output:
+    options: dict[str, Any] = {"beside": naming.beside(found.named)} if target.format == "hf" else {}
+    return OUTPUTS[target.format](found.wanted.content, target.sidecar, **options)
+
+
+def _result(target: _Target, document: bytes) -> Source:
+    if target.format != "ckpt":
+        return READERS[target.format](_folder(target.url), sidecars.parse_sidecar(document, target.url))
+    session = open_session(target.url)
+    return CommittedState(session, find(session.log.read(), Address(target.url, "step", str(target.step)), target.url))
+
+
+def _facts(found: _Input, target: _Target, lost: Mapping[str, str], in_sidecar: Mapping[str, str]) -> dict[str, Any]:
     content, source = found.wanted.content, found.source
     return {
         "source": {
@@ -262,7 +281,7 @@ def _facts(
             "state_id": source.content.state_id,
             "step": found.step,
         },
-        "destination": {"url": dst, "format": wanted, "state_id": None, "read_again": None},
+        "destination": {"url": target.url, "format": target.format, "state_id": None, "read_again": None},
         "tensors": len(content.tensors),
         "bytes": content.nbytes,
         "values": len(content.values),
@@ -281,20 +300,19 @@ def _layout_facts(found: _Input, placer: Placer | None, files: list[RankFile] | 
     return layout_plan.layout_facts(placer, files, held, found.run.get("layout"))
 
 
-def _plan_facts(
-    found: _Input, wanted: str, files: list[RankFile] | None, memory: int | None, jobs: int
-) -> dict[str, Any]:
+def _plan_facts(found: _Input, target: _Target, files: list[RankFile] | None) -> dict[str, Any]:
     content = found.wanted.content
     world = dist.get_world_size() if dist.is_initialized() else 1
-    if wanted in OUTPUTS:
-        sizes = [piece.reads for piece in OUTPUTS[wanted](content).plan.pieces]
+    plan = _output(found, target).plan if target.format in OUTPUTS else None
+    if plan is not None:
+        sizes = [piece.reads for piece in plan.pieces]
     else:
-        sizes = layout_plan.piece_sizes(content, wanted, band_for(wanted, memory, jobs))
+        sizes = layout_plan.piece_sizes(content, target.format, band_for(target.memory, target.jobs))
     return {
-        "output": layout_plan.written(content, wanted, files),
+        "output": layout_plan.written(content, files, plan),
         "processes": layout_plan.per_process(sizes, world),
-        "memory": taken(wanted, memory, jobs),
-        "jobs": jobs,
+        "memory": taken(target.format, target.memory, target.jobs),
+        "jobs": target.jobs,
     }
 
 

@@ -58,7 +58,7 @@ def verify(ctx: click.Context, address: Address, everything: bool, jobs: int, as
             if not everything:  # else it was retired meanwhile
                 raise
     if unheld:
-        click.echo("no lease: the store cannot be written, and a collector may delete what is read", err=True)
+        click.echo(output.NO_LEASE, err=True)
     if as_json:
         output.write_json({"url": store.url, "leased": not unheld, "checkpoints": [_document(v) for v in done]})
     else:

@@ -1,8 +1,10 @@
 """The command `ckpt-reshard`, in this process and once as its own."""
 
+import contextlib
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -13,6 +15,8 @@ from safetensors.torch import load_file
 import ckpt
 from ckpt.adapters.foreign.sidecar import NAME
 from ckpt.cli.reshard import reshard
+from ckpt.errors import StoreError
+from ckpt.inspect import committed as inspected
 from ckpt.invariant import Contract
 from tests.cli import commands
 from tests.support.raw import attempt_folder, log_records, objects_of, random_bits, raw, tree
@@ -74,6 +78,7 @@ def test_the_plan_writes_nothing(root: Path, tmp_path: Path) -> None:
     assert set(plan["not_carried"]) == {"model/w", "epoch", "rng of rank 0"}
     read = 2 * (1300 * 1000 * 2) + 9 * 2 + 4 * 8  # a tied tensor is read for each of its names
     assert plan["plan"]["processes"] == [{"process": 0, "read": read, "moved": 0}]
+    assert plan["plan"]["output"] == {"files": 1, "bytes": read}
     assert "nothing written" in run(root, tmp_path / "a", "--plan").output
     assert tree(tmp_path) == before and not (tmp_path / "a").exists()
 
@@ -113,6 +118,19 @@ def test_a_run_goes_on_trajectory_exact_after_a_conversion_that_changes_nothing(
     with run_of(tmp_path / "none") as ck:
         assert ck.load(state, level="trajectory-exact") is not None
         ck.save(8, state)
+
+
+def test_a_source_that_cannot_be_written_is_read_without_a_lease(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @contextlib.contextmanager
+    def refuse(*_: object) -> Iterator[None]:
+        raise StoreError("read-only")
+        yield
+
+    monkeypatch.setattr(inspected, "lease", refuse)
+    done = run(root, tmp_path / "a")
+    assert done.exit_code == 0 and done.stderr.startswith("no lease: ") and ids(tmp_path / "a") == {7: ids(root)[7]}
 
 
 def test_a_second_run_finds_the_result_and_another_state_is_refused(root: Path, tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import ckpt
-from ckpt.adapters.foreign.formats import WRITERS
 from ckpt.adapters.foreign.work_folder import WORK
+from tests.adapters.foreign.in_pieces import write
 from tests.cli.test_reshard import run
 from tests.support.at_rest import committed
 from tests.support.raw import random_bits, tree
@@ -25,17 +25,18 @@ PROGRAM = """
 import os, signal, sys
 from functools import partial
 from pathlib import Path
-from ckpt.adapters.foreign.formats import WRITERS
-from ckpt.cli.reshard import reshard
+from ckpt.adapters.foreign.formats import OUTPUTS
+from ckpt.cli import reshard
 limit = Path("limit")
 def fault(point):
     there = len(list(Path("out/{work}/pieces").glob("*.json")))
     if point == "files.piece" and limit.exists() and there >= int(limit.read_text()):
         os.kill(os.getpid(), signal.SIGKILL)
 for form in ("dcp", "megatron"):
-    WRITERS[form] = partial(WRITERS[form], file_bytes=1 << 20, faults=fault)
-WRITERS["hf"] = partial(WRITERS["hf"], piece_bytes=1 << 20, faults=fault)
-reshard()
+    OUTPUTS[form] = partial(OUTPUTS[form], file_bytes=1 << 20)
+OUTPUTS["hf"] = partial(OUTPUTS["hf"], piece_bytes=1 << 20)
+reshard.write_pieces = partial(reshard.write_pieces, faults=fault)
+reshard.reshard()
 """
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
@@ -85,6 +86,6 @@ def test_the_same_command_goes_on(root: Path, tmp_path: Path, form: str, torchru
         now = (tmp_path / "out" / name).stat()
         assert (now.st_ino, now.st_mtime_ns) == (stat.st_ino, stat.st_mtime_ns)
     cut: dict[str, Any] = {"piece_bytes": 1 << 20} if form == "hf" else {"file_bytes": 1 << 20}
-    WRITERS[form](committed(root), tmp_path / "fresh", **cut)
+    write(form, committed(root), tmp_path / "fresh", **cut)
     assert tree(tmp_path / "out") == tree(tmp_path / "fresh")
     assert run(root, tmp_path / "out", "--format", form).exit_code == 3  # it is finished

@@ -27,12 +27,10 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
-from ckpt.adapters.foreign.pieces import Out, Piece, Plan, write_pieces
+from ckpt.adapters.foreign.pieces import Out, Piece, Plan
 from ckpt.adapters.foreign.sidecar import NAME, foreign_names, sidecar
 from ckpt.adapters.foreign.slabs import slabs
-from ckpt.engine.faults import FaultPoint, no_faults
-from ckpt.engine.group import Group
-from ckpt.engine.stream import Advance, Content, Source
+from ckpt.engine.stream import Content, Source
 from ckpt.geometry import Box, TensorSpec
 from ckpt.state.dtypes import torch_dtype
 from ckpt.state.names import split
@@ -45,28 +43,10 @@ METADATA = ".metadata"
 Item: TypeAlias = tuple[str, TensorSpec | None, Box | None]  # a key, and a slab of its tensor, or none: it is an object
 
 
-def write_dcp(
-    source: Source,
-    folder: Path,
-    group: Group | None = None,
-    *,
-    with_sidecar: bool = True,
-    file_bytes: int = FILE_BYTES,
-    advance: Advance = lambda n: None,
-    faults: FaultPoint = no_faults,
-) -> str:
-    """Collective. Writes into a folder that is new or empty, or goes on with one, and gives the state id: see
-    `write_pieces`. The metadata gets its place last. Tied tensors are written under each of their names. A state read
-    back without the sidecar lacks what the library cannot hold: ties, stacking, values of ranks.
-
-    Raises what `write_pieces` raises.
-    """
-    output = DcpOutput(source.content, with_sidecar, file_bytes)
-    return write_pieces(output, source, folder, group, advance=advance, faults=faults)
-
-
 class DcpOutput:
-    """The files of one state, each of them a piece (`ckpt.adapters.foreign.pieces.Output`)."""
+    """The files of one state, each of them a piece (`ckpt.adapters.foreign.pieces.Output`). Tied tensors are written
+    under each of their names. A state read back without the sidecar lacks what the library cannot hold: ties, stacking,
+    values of ranks."""
 
     def __init__(
         self,

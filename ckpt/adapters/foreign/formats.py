@@ -1,4 +1,4 @@
-"""Which library wrote a folder, and the reader and writer for each."""
+"""Which library wrote a folder, and the reader and the output for each."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ckpt.adapters.foreign.dcp_read import DcpCheckpoint
-from ckpt.adapters.foreign.dcp_write import DcpOutput, write_dcp
+from ckpt.adapters.foreign.dcp_write import DcpOutput
 from ckpt.adapters.foreign.megatron_read import MegatronCheckpoint
-from ckpt.adapters.foreign.megatron_write import megatron_output, write_megatron
+from ckpt.adapters.foreign.megatron_write import megatron_output
 from ckpt.adapters.foreign.mp_rank_read import MpRankCheckpoint
 from ckpt.adapters.foreign.pieces import Output
 from ckpt.adapters.foreign.ranks_read import RanksCheckpoint
 from ckpt.adapters.foreign.safetensors_read import INDEX, SafetensorsCheckpoint
-from ckpt.adapters.foreign.safetensors_write import SafetensorsOutput, write_safetensors
+from ckpt.adapters.foreign.safetensors_write import SafetensorsOutput
 from ckpt.adapters.foreign.work_folder import unfinished
 from ckpt.engine.stream import Source
 from ckpt.errors import CkptError, CorruptCheckpoint, StoreError
@@ -26,8 +26,7 @@ READERS: dict[str, Callable[..., Source]] = {
     "ranks": RanksCheckpoint,
     "mp_rank": MpRankCheckpoint,
 }
-WRITERS: dict[str, Callable[..., str]] = {"dcp": write_dcp, "megatron": write_megatron, "hf": write_safetensors}
-OUTPUTS: dict[str, Callable[..., Output]] = {  # of a content, as WRITERS write it
+OUTPUTS: dict[str, Callable[..., Output]] = {  # of a content, for `write_pieces`
     "dcp": DcpOutput,
     "megatron": megatron_output,
     "hf": SafetensorsOutput,

@@ -13,17 +13,13 @@ import pickle
 import re
 from collections.abc import Iterator
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from ckpt.adapters.foreign.dcp_write import FILE_BYTES, DcpOutput
-from ckpt.adapters.foreign.pieces import write_pieces
 from ckpt.adapters.foreign.sidecar import foreign_names
-from ckpt.engine.faults import FaultPoint, no_faults
-from ckpt.engine.group import Group
-from ckpt.engine.stream import Advance, Content, Source
+from ckpt.engine.stream import Content
 from ckpt.errors import CkptError, Unsupported
 from ckpt.geometry import TensorSpec
 from ckpt.state.names import split
@@ -40,29 +36,13 @@ _OBJECT = re.compile(r".*/shard_[0-9.]*_[0-9.]*")  # `ShardedObject.unique_key`:
 _LINEAR = re.compile(r"(?P<module>.*\.(self_attention|cross_attention|mlp|experts|shared_experts)\.)linear_\w+\.weight")
 
 
-def write_megatron(
-    source: Source,
-    folder: Path,
-    group: Group | None = None,
-    *,
-    with_sidecar: bool = True,
-    file_bytes: int = FILE_BYTES,
-    advance: Advance = lambda n: None,
-    faults: FaultPoint = no_faults,
-) -> str:
-    """Collective. Writes into a folder that is new or empty, or goes on with one, and gives the state id: see
-    `write_pieces`. Values become entries of `common.pt`, nested by their names' paths, with the step as `iteration`
-    unless there is one. Linear layers of a GPT model get the empty extra states that Megatron insists on.
-
-    Raises what `write_pieces` raises, CkptError where a value's name is the path to another, and Unsupported for a
-    value that Megatron could not read.
-    """
-    output = megatron_output(source.content, with_sidecar, file_bytes)
-    return write_pieces(output, source, folder, group, advance=advance, faults=faults)
-
-
 def megatron_output(content: Content, with_sidecar: bool = True, file_bytes: int = FILE_BYTES) -> DcpOutput:
-    """The files of one state. Raises CkptError and Unsupported as `write_megatron` does."""
+    """The files of one state. Values become entries of `common.pt`, nested by their names' paths, with the step as
+    `iteration` unless there is one. Linear layers of a GPT model get the empty extra states that Megatron insists on.
+
+    Raises CkptError where a value's name is the path to another, and Unsupported for a value that Megatron could not
+    read.
+    """
     common = io.BytesIO()
     torch.save(_common(content), common)
     objects = _extra_states(content) | _objects(content)

@@ -17,14 +17,16 @@ _BANDS = 3  # times a band is held at once: as it is read, as TensorStore has it
 _LEAST_BAND = 8 * MIB
 
 
-def band_for(form: str, memory: int | None, jobs: int) -> int:
-    """The bytes of a band with which writing `form` in `jobs` threads grows by at most `memory` bytes. Raises CkptError
-    that says how many it would take."""
-    band = BAND if memory is None else min(BAND, (memory - _BASE["ranks"]) // (_BANDS * jobs))
+def check_memory(form: str, memory: int | None, jobs: int) -> None:
+    """Raises CkptError that says how much it takes, where `jobs` threads cannot write `form` within `memory` bytes."""
     least = least_memory(form, jobs)
     if memory is not None and memory < least:
         raise CkptError(f"--memory: {form} with --jobs {jobs} takes {least // MIB} MiB; give that much, or fewer jobs")
-    return band
+
+
+def band_for(memory: int | None, jobs: int) -> int:
+    """The bytes of a band with which `jobs` threads write `ranks` within the bound."""
+    return BAND if memory is None else min(BAND, (memory - _BASE["ranks"]) // (_BANDS * jobs))
 
 
 def least_memory(form: str, jobs: int) -> int:
@@ -44,5 +46,5 @@ def taken(form: str, memory: int | None, jobs: int) -> int:
     if form == "ckpt":
         return least_memory(form, jobs) + _COPIES * jobs * (flight_for(memory, jobs) - _FLIGHT)
     if form == "ranks":
-        return _BASE[form] + _BANDS * band_for(form, memory, jobs) * jobs
+        return _BASE[form] + _BANDS * band_for(memory, jobs) * jobs
     return least_memory(form, jobs)

@@ -121,9 +121,9 @@ def write_pieces(
     output: Output,
     source: Source,
     folder: Path,
-    group: Group | None,
+    group: Group | None = None,
     *,
-    advance: Advance,
+    advance: Advance = lambda nbytes: None,
     faults: FaultPoint = no_faults,
 ) -> str:
     """Collective. Writes a state into a folder that is new or empty, which all processes see, or goes on where a call

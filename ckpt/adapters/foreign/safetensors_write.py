@@ -15,13 +15,11 @@ from typing import Any, TypeAlias
 
 import torch
 
-from ckpt.adapters.foreign.pieces import PIECE, Out, Piece, Plan, write_pieces
+from ckpt.adapters.foreign.pieces import PIECE, Out, Piece, Plan
 from ckpt.adapters.foreign.safetensors_read import DTYPES, INDEX
 from ckpt.adapters.foreign.sidecar import NAME, foreign_names, sidecar
 from ckpt.adapters.foreign.slabs import slabs
-from ckpt.engine.faults import FaultPoint, no_faults
-from ckpt.engine.group import Group
-from ckpt.engine.stream import Advance, Content, Source
+from ckpt.engine.stream import Content, Source
 from ckpt.errors import Unsupported
 from ckpt.geometry import Box, TensorSpec
 
@@ -32,30 +30,10 @@ Entry: TypeAlias = tuple[str, TensorSpec]  # its key, and the tensor that is sto
 Run: TypeAlias = list[tuple[str, TensorSpec, Box]]  # slabs that follow one another in a file
 
 
-def write_safetensors(
-    source: Source,
-    folder: Path,
-    group: Group | None = None,
-    *,
-    with_sidecar: bool = True,
-    file_bytes: int = FILE_BYTES,
-    piece_bytes: int = PIECE,
-    beside: Mapping[str, bytes] = {},
-    advance: Advance = lambda n: None,
-    faults: FaultPoint = no_faults,
-) -> str:
-    """Collective. Writes into a folder that is new or empty, or goes on with one, and gives the state id: see
-    `write_pieces`. The index, or where there is one file that, gets its place last. Tied tensors are written under each
-    of their names. Plain values, ties and stacking go into the sidecar. beside: further files, such as config.json.
-
-    Raises Unsupported for a dtype that the format lacks, and what `write_pieces` raises.
-    """
-    output = SafetensorsOutput(source.content, with_sidecar, beside, file_bytes, piece_bytes)
-    return write_pieces(output, source, folder, group, advance=advance, faults=faults)
-
-
 class SafetensorsOutput:
-    """The files of one state, and how they are cut into pieces (`ckpt.adapters.foreign.pieces.Output`)."""
+    """The files of one state, and how they are cut into pieces (`ckpt.adapters.foreign.pieces.Output`). The index, or
+    where there is one file that, gets its place last. Tied tensors are written under each of their names. Plain values,
+    ties and stacking go into the sidecar."""
 
     def __init__(
         self,
@@ -65,7 +43,7 @@ class SafetensorsOutput:
         file_bytes: int = FILE_BYTES,
         piece_bytes: int = PIECE,
     ) -> None:
-        """Raises Unsupported for a dtype that the format lacks."""
+        """beside: further files, such as config.json. Raises Unsupported for a dtype that the format lacks."""
         self._content, self._with_sidecar, self._beside = content, with_sidecar, beside
         divided = _divide(content, file_bytes)
         several = len(divided) > 1

@@ -10,22 +10,39 @@ import pytest
 import torch
 
 import ckpt
-from ckpt.adapters.foreign.dcp_write import write_dcp
-from ckpt.adapters.foreign.megatron_write import write_megatron
-from ckpt.adapters.foreign.safetensors_write import write_safetensors
+from ckpt.adapters.foreign.formats import OUTPUTS
+from ckpt.adapters.foreign.pieces import write_pieces
 from ckpt.adapters.foreign.work_folder import WORK
+from ckpt.engine.faults import FaultPoint, no_faults
+from ckpt.engine.group import Group
 from ckpt.engine.rest import CommittedState
+from ckpt.engine.stream import Source
 from ckpt.errors import StoreError
 from ckpt.geometry import Box
 from tests.support.at_rest import committed
 from tests.support.raw import random_bits, tree
 
 PIECE = 1 << 20
+
+
+def write(
+    form: str,
+    source: Source,
+    folder: Path,
+    group: Group | None = None,
+    *,
+    faults: FaultPoint = no_faults,
+    **options: Any,
+) -> str:
+    """Writes a format, in the way that its options say."""
+    return write_pieces(OUTPUTS[form](source.content, **options), source, folder, group, faults=faults)
+
+
 WRITE: dict[str, Callable[..., str]] = {
-    "hf": partial(write_safetensors, piece_bytes=PIECE),
-    "hf, several": partial(write_safetensors, piece_bytes=PIECE, file_bytes=3 * PIECE, beside={"config.json": b"{}"}),
-    "dcp": partial(write_dcp, file_bytes=PIECE),
-    "megatron": partial(write_megatron, file_bytes=PIECE),
+    "hf": partial(write, "hf", piece_bytes=PIECE),
+    "hf, several": partial(write, "hf", piece_bytes=PIECE, file_bytes=3 * PIECE, beside={"config.json": b"{}"}),
+    "dcp": partial(write, "dcp", file_bytes=PIECE),
+    "megatron": partial(write, "megatron", file_bytes=PIECE),
 }
 LAST = {"hf": "model.safetensors", "hf, several": "model.safetensors.index.json"}  # .metadata elsewhere
 
@@ -46,8 +63,8 @@ def saved(folder: Path) -> Path:
 
 def undisturbed(root: Path, folder: Path) -> dict[str, dict[str, bytes]]:
     """What one process writes, by format."""
-    for form, write in WRITE.items():
-        assert write(committed(root), folder / form) == committed(root).content.state_id
+    for form, writer in WRITE.items():
+        assert writer(committed(root), folder / form) == committed(root).content.state_id
     return {form: tree(folder / form) for form in WRITE}
 
 

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 import ckpt
 from ckpt.adapters.foreign.dcp_read import DcpCheckpoint
-from ckpt.adapters.foreign.dcp_write import write_dcp
 from ckpt.adapters.foreign.into import open_session, save_from
 from ckpt.state.dtypes import STORED
 from ckpt.state.values import decode
+from tests.adapters.foreign.in_pieces import write
 from tests.support.at_rest import committed
 from tests.support.ranks import Crew
 from tests.support.raw import random_bits, raw
@@ -83,7 +83,7 @@ def test_a_round_trip_keeps_the_state_id(tmp_path_factory: pytest.TempPathFactor
     with ckpt.Checkpointer(tmp / "a") as ck:
         expected = ck.save(1, state).state_id
     source = committed(tmp / "a")
-    assert write_dcp(source, tmp / "dcp") == expected
+    assert write("dcp", source, tmp / "dcp") == expected
     assert imported(tmp / "dcp", tmp / "b") == expected
     again = committed(tmp / "b")
     assert (again.content.tensors, again.content.ranks) == (source.content.tensors, source.content.ranks)
@@ -104,7 +104,7 @@ def test_ranks_and_their_own_values_come_back(crew: Crew, tmp_path: Path) -> Non
     expected = crew.run(_save_stacked, str(tmp_path / "a"))[0]
     source = committed(tmp_path / "a")
     assert len(source.content.ranks) == 4
-    write_dcp(source, tmp_path / "dcp")
+    write("dcp", source, tmp_path / "dcp")
     assert imported(tmp_path / "dcp", tmp_path / "b") == expected
     assert committed(tmp_path / "b").content.ranks == source.content.ranks
     assert expected == crew.run(_load_stacked, str(tmp_path / "b"))[0]
@@ -219,7 +219,7 @@ def _load_by_library(rank: int, world: int, folder: str) -> dict[str, bytes]:
 def test_the_library_reads_what_is_written_on_another_mesh(crew: Crew, tmp_path: Path) -> None:
     with ckpt.Checkpointer(tmp_path / "a") as ck:
         ck.save(1, {"m": tensors(), "epoch": 3})
-    write_dcp(committed(tmp_path / "a"), tmp_path / "dcp")
+    write("dcp", committed(tmp_path / "a"), tmp_path / "dcp")
     crew.run(_load_by_library, str(tmp_path / "dcp"))
 
 
@@ -227,7 +227,7 @@ def test_the_names_of_nested_lists_and_numbers_are_those_of_the_library(tmp_path
     state = {"a": {"b.c": torch.ones(3), "5": {"d": torch.arange(4)}}, "l": [torch.zeros(2), torch.ones(2)]}
     with ckpt.Checkpointer(tmp_path / "a") as ck:
         ck.save(1, state)
-    write_dcp(committed(tmp_path / "a"), tmp_path / "ours", with_sidecar=False)
+    write("dcp", committed(tmp_path / "a"), tmp_path / "ours", with_sidecar=False)
     dcp.save(state, checkpoint_id=tmp_path / "theirs", no_dist=True)
     found = [dcp.FileSystemReader(tmp_path / x).read_metadata().state_dict_metadata for x in ("ours", "theirs")]
     assert found[0].keys() == found[1].keys()

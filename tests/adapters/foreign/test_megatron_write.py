@@ -13,13 +13,13 @@ from ckpt.adapters.foreign.changes import Changed, Changes
 from ckpt.adapters.foreign.formats import detect
 from ckpt.adapters.foreign.into import open_session, save_from
 from ckpt.adapters.foreign.megatron_read import MegatronCheckpoint
-from ckpt.adapters.foreign.megatron_write import write_megatron
 from ckpt.adapters.foreign.sidecar import NAME
 from ckpt.adapters.foreign.witness import state_id_of
 from ckpt.engine.rest import CommittedState
 from ckpt.errors import CkptError, CorruptCheckpoint, Unsupported
 from ckpt.geometry import Box
 from ckpt.state.values import encode
+from tests.adapters.foreign.in_pieces import write
 from tests.support.at_rest import committed
 from tests.support.gpt_oracle import GptSize
 from tests.support.megatron_cpu import megatron_on_cpu
@@ -75,7 +75,7 @@ def test_megatron_loads_every_bit_on_another_layout(
 ) -> None:
     crew.run(_save, str(tmp_path / "root"), size, one)
     source = committed(tmp_path / "root")
-    state_id = write_megatron(Changed(source, CHANGES), tmp_path / "megatron", file_bytes=50_000)
+    state_id = write("megatron", Changed(source, CHANGES), tmp_path / "megatron", file_bytes=50_000)
     assert len(list((tmp_path / "megatron").glob("*.distcp"))) > 2
     assert detect(tmp_path / "megatron") == "megatron"
     common = {"epoch": 3, "schedule": {"rate": 0.5, "steps": (4, 5)}, "iteration": 40}
@@ -107,7 +107,7 @@ def saved(root: Path, state: dict[str, Any]) -> CommittedState:
 def test_what_the_format_lacks_is_in_the_sidecar(tmp_path: Path, state: dict[str, Any]) -> None:
     source = saved(tmp_path / "root", state)
     folder = tmp_path / "megatron"
-    assert write_megatron(source, folder) == source.content.state_id
+    assert write("megatron", source, folder) == source.content.state_id
     common = torch.load(folder / "common.pt", weights_only=True)
     assert common == {"epoch": 3, "lr": {"now": 0.5, "of": [1, (2.0, None)]}, "iteration": 7}
     assert json.loads((folder / "metadata.json").read_text())["sharded_backend"] == "torch_dist"
@@ -128,11 +128,11 @@ def test_what_the_format_lacks_is_in_the_sidecar(tmp_path: Path, state: dict[str
 
 
 def test_without_a_sidecar_values_come_back_as_those_of_common(tmp_path: Path, state: dict[str, Any]) -> None:
-    write_megatron(saved(tmp_path / "root", state), tmp_path / "a", with_sidecar=False)
+    write("megatron", saved(tmp_path / "root", state), tmp_path / "a", with_sidecar=False)
     first = MegatronCheckpoint(tmp_path / "a")
     assert set(first.content.values) == {"common.pt/epoch", "common.pt/lr", "common.pt/iteration"}
     assert first.content.step == 7 and raw(first.read("w", Box.whole((300, 200)))) == raw(state["w"])
-    write_megatron(first, tmp_path / "b", with_sidecar=False)
+    write("megatron", first, tmp_path / "b", with_sidecar=False)
     again = MegatronCheckpoint(tmp_path / "b")
     assert (again.content.values, again.content.tensors) == (first.content.values, first.content.tensors)
     assert state_id_of(again) == state_id_of(first)
@@ -142,7 +142,7 @@ def test_objects_of_megatron_stay_where_they_were(tmp_path: Path) -> None:
     key = "decoder.layers.mlp.linear_fc1._extra_state/shard_1_2"
     weight = random_bits((2, 4, 3), torch.float32)
     source = saved(tmp_path / "root", {"decoder.layers.mlp.linear_fc1.weight": weight, key: "kept"})
-    write_megatron(source, tmp_path / "a", with_sidecar=False)
+    write("megatron", source, tmp_path / "a", with_sidecar=False)
     found = MegatronCheckpoint(tmp_path / "a").content.values
     other = key.replace("/", "%2F")
     assert found[other] == source.content.values[other] and found[other.replace("1_2", "0_2")] == encode([None], key)
@@ -162,7 +162,7 @@ def test_values_that_have_no_place_are_refused(
     source = saved(tmp_path / "root", {"w": torch.ones(2), **values})
     before = tree(tmp_path)
     with pytest.raises(kind, match=word):
-        write_megatron(source, tmp_path / "a")
+        write("megatron", source, tmp_path / "a")
     assert tree(tmp_path) == before and not (tmp_path / "a").exists()
 
 
@@ -171,5 +171,5 @@ def test_a_value_that_megatron_could_not_read_is_refused(tmp_path: Path) -> None
 
     source = saved(tmp_path / "root", {"w": torch.ones(2), "rate": np.float64(0.5)})
     with pytest.raises(Unsupported, match=r"rate: a float64, which torch's weights-only loader"):
-        write_megatron(source, tmp_path / "a")
+        write("megatron", source, tmp_path / "a")
     assert not (tmp_path / "a").exists()

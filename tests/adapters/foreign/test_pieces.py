@@ -12,7 +12,6 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
 from ckpt.adapters.foreign.formats import READERS, detect
-from ckpt.adapters.foreign.safetensors_write import write_safetensors
 from ckpt.adapters.foreign.witness import state_id_of
 from ckpt.adapters.foreign.work_folder import WORK
 from ckpt.engine.comm import Comm
@@ -30,6 +29,7 @@ from tests.adapters.foreign.in_pieces import (
     state,
     to_read,
     undisturbed,
+    write,
 )
 from tests.support.at_rest import committed
 from tests.support.ranks import run_ranks
@@ -54,9 +54,9 @@ def whole(root: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dic
 def _write_all(rank: int, world: int, root: str, folder: str) -> dict[str, int]:
     """The bytes that this process read, by format."""
     read = {}
-    for form, write in WRITE.items():
+    for form, writer in WRITE.items():
         source = Counting(committed(Path(root)))
-        write(source, Path(folder) / form, Comm(timeout=60))
+        writer(source, Path(folder) / form, Comm(timeout=60))
         read[form] = source.nbytes
     return read
 
@@ -77,7 +77,7 @@ def test_any_number_of_processes_writes_the_same_bytes(
 def test_the_libraries_read_it(root: Path, tmp_path: Path, whole: dict[str, dict[str, bytes]]) -> None:
     """And the pieces do not change what is written as safetensors."""
     wanted = {name: t for name, t in state().items() if isinstance(t, torch.Tensor)}
-    write_safetensors(committed(root), tmp_path / "hf")
+    write("hf", committed(root), tmp_path / "hf")
     assert tree(tmp_path / "hf") == whole["hf"]
     found = load_file(tmp_path / "hf" / "model.safetensors")
     assert {name: raw(t) for name, t in found.items()} == {name: raw(t) for name, t in wanted.items()}

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 import ckpt
-from ckpt.adapters.foreign.dcp_write import write_dcp
 from ckpt.adapters.foreign.safetensors_write import SafetensorsOutput
 from ckpt.adapters.foreign.work_folder import WORK
 from ckpt.errors import CkptError, CorruptCheckpoint, StoreError
@@ -29,6 +28,7 @@ from tests.adapters.foreign.in_pieces import (
     stopped,
     to_read,
     undisturbed,
+    write,
 )
 from tests.support.at_rest import committed
 from tests.support.raw import tree
@@ -113,7 +113,7 @@ def test_another_conversion_is_refused_and_changes_nothing(
     for call in (
         lambda: WRITE["dcp"](other, folder),
         lambda: WRITE["dcp"](source, folder, with_sidecar=False),
-        lambda: write_dcp(source, folder, file_bytes=2 * PIECE),
+        lambda: write("dcp", source, folder, file_bytes=2 * PIECE),
         lambda: WRITE["megatron"](source, folder),
         lambda: WRITE["hf"](source, folder),
         lambda: setattr(other, "content", fp16) or WRITE["dcp"](other, folder),

@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 import ckpt
 from ckpt.adapters.foreign.into import open_session, save_from
 from ckpt.adapters.foreign.safetensors_read import DTYPES, SafetensorsCheckpoint
-from ckpt.adapters.foreign.safetensors_write import write_safetensors
 from ckpt.adapters.foreign.sidecar import NAME
 from ckpt.errors import CkptError, CorruptCheckpoint, StoreError, Unsupported
+from tests.adapters.foreign.in_pieces import write
 from tests.support.at_rest import committed
 from tests.support.raw import random_bits, raw
 
@@ -60,7 +60,7 @@ def test_a_round_trip_keeps_the_state_id(
     with ckpt.Checkpointer(tmp / "a") as ck:
         expected = ck.save(1, state).state_id
     source = committed(tmp / "a")
-    assert write_safetensors(source, tmp / "hf", file_bytes=size) == expected
+    assert write("hf", source, tmp / "hf", file_bytes=size) == expected
     assert imported(tmp / "hf", tmp / "b") == expected
     again = committed(tmp / "b")
     assert (again.content.tensors, again.content.ranks) == (source.content.tensors, source.content.ranks)
@@ -72,7 +72,7 @@ def test_the_library_reads_every_dtype_that_is_written(tmp_path: Path) -> None:
     state |= {"big": random_bits((1300, 1000), torch.float32), "empty": torch.empty(0, 4), "scalar": torch.tensor(3.5)}
     with ckpt.Checkpointer(tmp_path / "a") as ck:
         ck.save(1, {"m": state})
-    write_safetensors(committed(tmp_path / "a"), tmp_path / "hf", file_bytes=3000)
+    write("hf", committed(tmp_path / "a"), tmp_path / "hf", file_bytes=3000)
     index = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())["weight_map"]
     assert len(set(index.values())) > 1 and index.keys() == {f"m.{name}" for name in state}
     for name, tensor in state.items():
@@ -107,7 +107,7 @@ def tied(tmp_path: Path) -> Path:
     weight = random_bits((30, 20), torch.float32)
     with ckpt.Checkpointer(tmp_path / "a") as ck:
         ck.save(1, {"embed": weight, "out": weight, "other": random_bits((200, 90), torch.float32, 1), "v": 1})
-    write_safetensors(committed(tmp_path / "a"), tmp_path / "hf")
+    write("hf", committed(tmp_path / "a"), tmp_path / "hf")
     return tmp_path / "hf"
 
 
@@ -159,7 +159,7 @@ def test_what_the_format_lacks_is_refused_and_nothing_is_left(tmp_path: Path) ->
     with ckpt.Checkpointer(tmp_path / "a") as ck:
         ck.save(1, {"z": random_bits((3,), torch.complex128), "w": torch.ones(3)})
     with pytest.raises(Unsupported, match="z: "):
-        write_safetensors(committed(tmp_path / "a"), tmp_path / "hf")
+        write("hf", committed(tmp_path / "a"), tmp_path / "hf")
     assert not (tmp_path / "hf").exists()
 
 
@@ -178,9 +178,9 @@ def test_a_failed_write_leaves_nothing_and_a_full_folder_is_left_alone(tmp_path:
         if there:
             (tmp_path / "hf").mkdir()
         with pytest.raises(CorruptCheckpoint, match="tensors/w"):
-            write_safetensors(source, tmp_path / "hf", file_bytes=10**5)
+            write("hf", source, tmp_path / "hf", file_bytes=10**5)
         assert (tmp_path / "hf").exists() == there and not list(tmp_path.glob("hf/*"))
     (tmp_path / "hf" / "mine").write_text("x")
     with pytest.raises(StoreError, match="not empty"):
-        write_safetensors(source, tmp_path / "hf")
+        write("hf", source, tmp_path / "hf")
     assert [p.name for p in (tmp_path / "hf").iterdir()] == ["mine"]
