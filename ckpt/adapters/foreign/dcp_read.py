@@ -22,7 +22,7 @@ from torch.distributed.checkpoint import filesystem, metadata
 
 from ckpt.adapters.foreign.mapped import MappedFiles, MappedPart
 from ckpt.adapters.foreign.restricted import Known, Place, SavedTensor, load_plain, read_archive, read_pickle
-from ckpt.adapters.foreign.sidecar import Keys, apply_sidecar, read_sidecar, read_tied
+from ckpt.adapters.foreign.sidecar import NAME, Keys, apply_sidecar, read_sidecar, read_tied
 from ckpt.engine.stream import Content
 from ckpt.errors import CkptError, CorruptCheckpoint, StateMismatch, StoreError, Unsupported
 from ckpt.geometry import Box, Holdings, TensorSpec
@@ -100,7 +100,7 @@ class DcpCheckpoint:
         try:
             specs = tuple(sorted(self._specs()))
             document = document or read_sidecar(folder)
-            values, left_out = ({}, {}) if document is not None else self._values()
+            values, left_out = self._values()
             names = self._names([s.name for s in specs] + list(values))
         except CkptError:
             raise
@@ -109,6 +109,7 @@ class DcpCheckpoint:
         if document is not None:
             own = Content(specs, {}, {}, ({},), {}, identity)
             self.content, self._keys = apply_sidecar(own, document, folder)
+            self._check_same({names[key]: value for key, value in values.items()})
             return
         if not (specs or values or left_out):
             raise CorruptCheckpoint(f"{folder}: a checkpoint with nothing in it")
@@ -121,6 +122,14 @@ class DcpCheckpoint:
             left_out,
             identity,
         )
+
+    def _check_same(self, values: Mapping[str, Json]) -> None:
+        """Raises CorruptCheckpoint where an object is not what the sidecar has."""
+        for name, value in values.items():
+            if self.content.values.get(name, value) != value:
+                raise CorruptCheckpoint(
+                    f"{self.folder}: {name} is not what {NAME} has; delete that to read the files as they are"
+                )
 
     def _specs(self) -> list[TensorSpec]:
         """The tensors by their keys; notes where the chunks of each lie, which must cover it exactly."""

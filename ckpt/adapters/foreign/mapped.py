@@ -14,11 +14,13 @@ from ckpt.adapters.foreign.slabs import slabs
 from ckpt.errors import CorruptCheckpoint, StoreError
 from ckpt.geometry import Box
 
+OPEN = 200  # files that are open at a time; a process may have about 1000
 _AT_ONCE = 1 << 20  # bytes copied before pages are given back: a fault maps more of a file than is asked for
 
 
 class MappedFiles:
-    """The files of one folder. Not safe for threads."""
+    """The files of one folder; those that were used last stay mapped, each of which costs a descriptor. Not safe for
+    threads."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -57,20 +59,25 @@ class MappedFiles:
             mapped.madvise(mmap.MADV_DONTNEED)
 
     def _map(self, file: str) -> mmap.mmap:
-        if file not in self._maps:
-            path = self._folder / file
-            if Path(file).name != file:
-                raise CorruptCheckpoint(f"{self._folder}: names the file {file!r} outside of its folder")
-            try:
-                with path.open("rb") as opened:
-                    self._maps[file] = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
-            except FileNotFoundError:
-                raise CorruptCheckpoint(f"{path}: missing, though the metadata names it") from None
-            except ValueError as error:  # an empty file
-                raise CorruptCheckpoint(f"{path}: {error}") from None
-            except OSError as error:
-                raise StoreError(f"{path}: cannot be read: {error.strerror}") from error
-        return self._maps[file]
+        mapped = self._maps.pop(file, None)
+        self._maps[file] = found = self._mapped(file) if mapped is None else mapped  # the last one used is the last
+        if len(self._maps) > OPEN:
+            del self._maps[next(iter(self._maps))]  # which closes it once nobody has a part of it
+        return found
+
+    def _mapped(self, file: str) -> mmap.mmap:
+        path = self._folder / file
+        if Path(file).name != file:
+            raise CorruptCheckpoint(f"{self._folder}: names the file {file!r} outside of its folder")
+        try:
+            with path.open("rb") as opened:
+                return mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
+        except FileNotFoundError:
+            raise CorruptCheckpoint(f"{path}: missing, though the metadata names it") from None
+        except ValueError as error:  # an empty file
+            raise CorruptCheckpoint(f"{path}: {error}") from None
+        except OSError as error:
+            raise StoreError(f"{path}: cannot be read: {error.strerror}") from error
 
 
 class MappedPart(io.RawIOBase):

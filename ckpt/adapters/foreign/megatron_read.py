@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt.adapters.foreign.dcp_read import DcpCheckpoint
-from ckpt.adapters.foreign.megatron_write import COMMON, common_path, is_object
+from ckpt.adapters.foreign.megatron_write import COMMON, common_of
 from ckpt.adapters.foreign.restricted import load_plain
 from ckpt.adapters.foreign.sidecar import NAME
 from ckpt.errors import CorruptCheckpoint, StoreError, Unsupported
@@ -36,7 +36,7 @@ class MegatronCheckpoint(DcpCheckpoint):
         values, left_out = dict(self.content.values), dict(self.content.left_out)
         common = _common(path)
         if self.content.state_id is not None:  # values are those of the sidecar
-            _check_same(common, values, path)
+            _check_same(common, common_of(self.content), path)
             return
         for key, value in common.items():
             try:
@@ -50,20 +50,15 @@ class MegatronCheckpoint(DcpCheckpoint):
         )
 
 
-def _check_same(common: dict[Any, Any], values: Mapping[str, Json], path: Path) -> None:
-    """Raises CorruptCheckpoint where what the sidecar has is not what Megatron would load."""
-    for name in values:
-        if is_object(name):
-            continue
-        found: Any = common
-        for key in common_path(name):
-            found = found.get(key, _ABSENT) if isinstance(found, dict) else _ABSENT
+def _check_same(common: dict[Any, Any], expected: dict[Any, Any], path: Path) -> None:
+    """Raises CorruptCheckpoint where what Megatron would load is not what the sidecar has."""
+    for key in {**expected, **common}:
         try:
-            same = found is not _ABSENT and encode(found, name) == values[name]
+            same = encode(common.get(key, _ABSENT), str(key)) == encode(expected.get(key, _ABSENT), str(key))
         except Unsupported:
             same = False
         if not same:
-            raise CorruptCheckpoint(f"{path}: {name} is not what {NAME} has; delete that to read the file as it is")
+            raise CorruptCheckpoint(f"{path}: {key} is not what {NAME} has; delete that to read the file as it is")
 
 
 def _common(path: Path) -> dict[Any, Any]:

@@ -43,8 +43,11 @@ def megatron_output(content: Content, with_sidecar: bool = True, file_bytes: int
     Raises CkptError where a value's name is the path to another, and Unsupported for a value that Megatron could not
     read.
     """
+    for name, value in content.values.items():
+        if not is_object(name):
+            _check_readable(decode(value, name), name)
     common = io.BytesIO()
-    torch.save(_common(content), common)
+    torch.save(common_of(content), common)
     objects = _extra_states(content) | _objects(content)
     beside = {COMMON: common.getvalue(), "metadata.json": json.dumps(_BACKENDS).encode()}
     return DcpOutput(content, with_sidecar, file_bytes, form="megatron", objects=objects, beside=beside)
@@ -56,17 +59,18 @@ def is_object(name: str) -> bool:
     return len(path) == 1 and isinstance(path[0], str) and _OBJECT.fullmatch(path[0]) is not None
 
 
-def common_path(name: str) -> tuple[Any, ...]:
+def _common_path(name: str) -> tuple[Any, ...]:
     """Where in `common.pt` a value lies: by its name, without the mark of where it came from."""
     path = split(name)
     return path[1:] if path[0] == COMMON and len(path) > 1 else path
 
 
-def _common(content: Content) -> dict[Any, Any]:
+def common_of(content: Content) -> dict[Any, Any]:
+    """What `common.pt` has. Raises CkptError where a value's name is the path to another."""
     paths: dict[tuple[Any, ...], str] = {}
     for name in sorted(content.values):
-        if not is_object(name) and paths.setdefault(common_path(name), name) != name:
-            _refuse(paths[common_path(name)], name)
+        if not is_object(name) and paths.setdefault(_common_path(name), name) != name:
+            _refuse(paths[_common_path(name)], name)
     for path, name in paths.items():
         for above in (path[:n] for n in range(1, len(path))):
             if above in paths:
@@ -76,7 +80,7 @@ def _common(content: Content) -> dict[Any, Any]:
         node = found
         for key in path[:-1]:
             node = node.setdefault(key, {})
-        node[path[-1]] = _plain(decode(content.values[name], name), name)
+        node[path[-1]] = decode(content.values[name], name)
     if content.step is not None:
         found.setdefault("iteration", content.step)
     return found
@@ -86,8 +90,8 @@ def _refuse(one: str, other: str) -> None:
     raise CkptError(f"{one} and {other}: have one place in Megatron's {COMMON}; choose another with --rename")
 
 
-def _plain(value: Any, name: str) -> Any:
-    """The value, if Megatron, which loads by torch's weights-only loader, can read it."""
+def _check_readable(value: Any, name: str) -> None:
+    """Raises Unsupported where Megatron, which loads by torch's weights-only loader, could not read a value."""
     file = io.BytesIO()
     torch.save(value, file)
     file.seek(0)
@@ -98,7 +102,6 @@ def _plain(value: Any, name: str) -> Any:
             f"{name}: a {type(value).__name__}, which torch's weights-only loader, and so Megatron, does not read; "
             "leave it out with --select"
         ) from error
-    return value
 
 
 def _objects(content: Content) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from ckpt.adapters.foreign.same import same_bits
 from ckpt.engine.stream import Source
 from ckpt.errors import CorruptCheckpoint, StateMismatch
 from ckpt.geometry import Box, Holdings, TensorSpec
@@ -98,7 +99,7 @@ class Moved:
             part = found[common.relative_to(box).slices]
             part.copy_(self._take(numbers[0], common))
             for number in numbers[1:]:
-                if not torch.equal(_integers(part), _integers(self._take(number, common))):
+                if not same_bits(part, self._take(number, common)):
                     raise CorruptCheckpoint(
                         f"{self.url}: {self._moves[numbers[0]].old} and {self._moves[number].old} both have {name} "
                         f"{common}, and differ; repair the one that is wrong, or leave it out"
@@ -108,8 +109,3 @@ class Moved:
     def _take(self, number: int, box: Box) -> torch.Tensor:
         move = self._moves[number]
         return move.turn(self._source.read(self._kept[move.old], move.back(box)), box.extent)
-
-
-def _integers(tensor: torch.Tensor) -> torch.Tensor:
-    """Bits that compare as numbers: an opaque element of 16 bytes is complex, where NaNs differ from themselves."""
-    return torch.view_as_real(tensor).view(torch.int64) if tensor.is_complex() else tensor

@@ -19,6 +19,7 @@ from ckpt.adapters.foreign.moved import Move, Moved
 from ckpt.adapters.foreign.mp_rank_files import RankFiles, raise_expert_parallel
 from ckpt.adapters.foreign.rank_rules import NO_RULE, Placer, Rule
 from ckpt.adapters.foreign.restricted import SavedTensor
+from ckpt.adapters.foreign.same import same_bits
 from ckpt.adapters.foreign.slabs import slabs
 from ckpt.engine.stream import Content
 from ckpt.errors import CorruptCheckpoint, Unsupported
@@ -201,7 +202,7 @@ def _tied(files: RankFiles, merged: Mapping[str, Sequence[_Local]]) -> bool:
         if other is None or (other.spec.shape, other.spec.dtype) != (one.spec.shape, one.spec.dtype):
             return False
         for box in slabs(one.spec.shape, one.spec.itemsize, _SLAB):
-            if files.read(one.name, box).numpy().tobytes() != files.read(other.name, box).numpy().tobytes():
+            if not same_bits(files.read(one.name, box), files.read(other.name, box)):
                 return False
     return True
 

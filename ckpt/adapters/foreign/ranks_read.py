@@ -16,7 +16,8 @@ from safetensors import SafetensorError, safe_open
 
 from ckpt.adapters.foreign.mapped import MappedFiles
 from ckpt.adapters.foreign.rank_files import ABOUT, file_name, layout_of
-from ckpt.adapters.foreign.safetensors_read import DTYPES
+from ckpt.adapters.foreign.safetensors_read import NAMES
+from ckpt.adapters.foreign.same import same_bits
 from ckpt.adapters.foreign.sidecar import NAME, Keys, apply_sidecar, read_sidecar, read_tied
 from ckpt.engine.stream import Content
 from ckpt.errors import CorruptCheckpoint, StateMismatch, StoreError, Unsupported
@@ -25,8 +26,6 @@ from ckpt.state.dtypes import STORED, opaque
 from ckpt.state.names import join
 from ckpt.state.values import Json, canonical_json
 from ckpt.store.log import check_format
-
-_NAMES = {code: name for name, code in DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -61,8 +60,7 @@ class RanksCheckpoint:
                 f"{folder}: has the files of {count} ranks, where {self.layout} has {self.layout.world}, or of several "
                 "layouts; copy all files of one conversion"
             )
-        for key, spec in self._specs.items():
-            self._check(key, spec)
+        self._held = {key: self._checked(key, spec) for key, spec in self._specs.items()}
         told = [[list(key), ranks] for key, ranks in sorted(files.items())]
         shapes = [[s.name, s.dtype, list(s.shape)] for s in sorted(self._specs.values())]
         identity = hashlib.sha256(canonical_json([told, shapes])).hexdigest()
@@ -84,28 +82,24 @@ class RanksCheckpoint:
         return read_tied(self._read, self._keys[name], box, self.url)
 
     def _read(self, key: str, box: Box) -> torch.Tensor:
-        found = torch.empty(box.extent, dtype=opaque(self._specs[key].itemsize))
-        done: dict[Box, str] = {}
-        for piece in self._pieces[key]:
-            common = piece.box.intersect(box)
-            if common is None:
-                continue
+        itemsize = self._specs[key].itemsize
+        found = torch.empty(box.extent, dtype=opaque(itemsize))
+        pieces = self._pieces[key]
+        for common, numbers in self._held[key].meeting(box):
+            first, *copies = (pieces[number] for number in numbers)
             into = found[common.relative_to(box).slices]
-            if piece.box not in done:
-                self._copy(piece, key, common, into)
-                done[piece.box] = piece.file
-                continue
-            again = torch.empty(common.extent, dtype=into.dtype)
-            self._copy(piece, key, common, again)
-            if again.numpy().tobytes() != into.contiguous().numpy().tobytes():
-                raise CorruptCheckpoint(
-                    f"{self.url}: {key} {common}: {done[piece.box]} and {piece.file} hold different bits; copy the "
-                    "damaged one again"
-                )
+            self._copy(first, itemsize, common, into)
+            for piece in copies:
+                again = torch.empty(common.extent, dtype=into.dtype)
+                self._copy(piece, itemsize, common, again)
+                if not same_bits(again, into):
+                    raise CorruptCheckpoint(
+                        f"{self.url}: {key} {common}: {first.file} and {piece.file} hold different bits; copy the "
+                        "damaged one again"
+                    )
         return found
 
-    def _copy(self, piece: _Piece, key: str, common: Box, into: torch.Tensor) -> None:
-        itemsize = self._specs[key].itemsize
+    def _copy(self, piece: _Piece, itemsize: int, common: Box, into: torch.Tensor) -> None:
         within = common.relative_to(piece.box)
         inner = Box(tuple(a + b for a, b in zip(within.offset, piece.inner.offset, strict=True)), within.extent)
         strides = [itemsize]
@@ -140,9 +134,9 @@ class RanksCheckpoint:
         return layout
 
     def _note(self, file: str, key: str, local: Mapping[str, Any], about: Mapping[str, Any], base: int) -> None:
-        if local["dtype"] not in _NAMES:
+        if local["dtype"] not in NAMES:
             raise Unsupported(f"{self._folder / file}: {key} has the dtype {local['dtype']}, which ckpt does not carry")
-        dtype = _NAMES[local["dtype"]]
+        dtype = NAMES[local["dtype"]]
         spec = TensorSpec(key, _ints(about["shape"]), dtype, STORED[dtype].itemsize)
         if self._specs.setdefault(key, spec) != spec:
             raise ValueError(f"{key} has another shape or dtype than in another file")
@@ -157,12 +151,14 @@ class RanksCheckpoint:
         if held != Box.whole(shape).volume:
             raise ValueError(f"{key}: its boxes are not all of its local tensor")
 
-    def _check(self, key: str, spec: TensorSpec) -> None:
-        numbers = {file: n for n, file in enumerate(dict.fromkeys(p.file for p in self._pieces[key]))}
+    def _checked(self, key: str, spec: TensorSpec) -> Holdings:
+        """Which boxes the pieces, by number, have of a tensor, all of which they must cover."""
+        held = Holdings.of((number, piece.box) for number, piece in enumerate(self._pieces[key]))
         try:
-            Holdings.of((numbers[p.file], p.box) for p in self._pieces[key]).check_cover(key, spec.shape)
+            held.check_cover(key, spec.shape)
         except StateMismatch as error:
             raise CorruptCheckpoint(f"{self._folder}: the files do not make up the state: {error}") from None
+        return held
 
 
 def _listed(folder: Path) -> tuple[dict[tuple[int, int, int], list[int]], dict[str, str]]:

@@ -17,10 +17,12 @@ from pathlib import Path
 import torch
 
 from ckpt.adapters.foreign.folders import new_folder
+from ckpt.adapters.foreign.mapped import OPEN
 from ckpt.adapters.foreign.rank_files import Entry, RankFile, file_name
 from ckpt.adapters.foreign.sidecar import NAME, sidecar
 from ckpt.adapters.foreign.slabs import slabs
 from ckpt.adapters.foreign.witness import Witness
+from ckpt.adapters.foreign.work_folder import sync
 from ckpt.engine.group import Group
 from ckpt.engine.sharing import in_threads, share
 from ckpt.engine.stream import Advance, Source
@@ -80,7 +82,7 @@ def write_ranks(
                     (folder / NAME).write_bytes(sidecar(content, state_id.decode()))
                 for file in files:
                     _finish(folder, file)
-                _sync(folder)
+                sync(folder)
     return group.broadcast(state_id, "ranks: state id").decode()
 
 
@@ -114,8 +116,8 @@ def _bands(spec: TensorSpec, limit: int) -> Iterator[Box]:
 
 
 class _Opened:
-    """The files under way, open for writing anywhere; `entries`: by tensor, the places that its parts have. Usable from
-    several threads."""
+    """The files under way, for writing anywhere; `entries`: by tensor, the places that its parts have. Usable from
+    several threads. Where there are many files each is opened for a write alone: a process may have about 1000 open."""
 
     def __init__(self, folder: Path, files: Sequence[RankFile]) -> None:
         self._folder, self._files = folder, files
@@ -126,8 +128,10 @@ class _Opened:
         self._open: list[int] = []
 
     def __enter__(self) -> _Opened:
-        for file in self._files:
-            self._open.append(os.open(_path(self._folder, file), os.O_WRONLY | os.O_CLOEXEC))
+        if len(self._files) <= OPEN:
+            for number in range(len(self._files)):
+                with self._writing(number):
+                    self._open.append(self._descriptor(number))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -136,20 +140,41 @@ class _Opened:
 
     def write(self, number: int, data: memoryview, at: int) -> None:
         """Raises StoreError."""
-        opened, start, nbytes = self._open[number], at, len(data)
-        try:
+        start, nbytes = at, len(data)
+        with self._writing(number), self._opened(number) as opened:
             while data:
                 done = os.pwrite(opened, data, at)
                 data, at = data[done:], at + done
             if hasattr(os, "posix_fadvise"):  # so that the device has work from the first band on, not at the end
                 os.posix_fadvise(opened, start, nbytes, os.POSIX_FADV_DONTNEED)
+
+    def sync(self) -> None:
+        """Raises StoreError."""
+        for number in range(len(self._files)):
+            with self._writing(number), self._opened(number) as opened:
+                os.fsync(opened)
+
+    def _descriptor(self, number: int) -> int:
+        return os.open(_path(self._folder, self._files[number]), os.O_WRONLY | os.O_CLOEXEC)
+
+    @contextlib.contextmanager
+    def _opened(self, number: int) -> Iterator[int]:
+        if self._open:
+            yield self._open[number]
+            return
+        opened = self._descriptor(number)
+        try:
+            yield opened
+        finally:
+            os.close(opened)
+
+    @contextlib.contextmanager
+    def _writing(self, number: int) -> Iterator[None]:
+        try:
+            yield
         except OSError as error:
             path = self._folder / file_name(self._files[number].ranks[0])
             raise StoreError(f"{path}: cannot be written: {error.strerror}") from error
-
-    def sync(self) -> None:
-        for opened in self._open:
-            os.fsync(opened)
 
 
 def _write(witness: Witness, opened: _Opened, bands: Bands, advance: Advance) -> None:
@@ -197,13 +222,5 @@ def _finish(folder: Path, file: RankFile) -> None:
             os.link(path, folder / file_name(rank))
         except OSError:  # where the file system has no hard links
             shutil.copyfile(path, folder / file_name(rank))
-            _sync(folder / file_name(rank))
+            sync(folder / file_name(rank))
     path.rename(folder / file_name(file.ranks[0]))
-
-
-def _sync(path: Path) -> None:
-    opened = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(opened)
-    finally:
-        os.close(opened)

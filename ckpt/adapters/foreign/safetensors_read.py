@@ -43,8 +43,8 @@ DTYPES = {
     "bool": "BOOL",
     "complex64": "C64",
 }
+NAMES = {code: name for name, code in DTYPES.items()}
 _MAPPED = 32 << 20  # bytes read before the map of a file is made anew
-_NAMES = {code: name for name, code in DTYPES.items()}
 
 
 class SafetensorsCheckpoint:
@@ -160,7 +160,7 @@ def _files(path: Path) -> Mapping[str, set[str] | None]:
 
 def _spec(header: Any, key: str, file: Path) -> TensorSpec:
     code = str(header.get_dtype())
-    if code not in _NAMES:
+    if code not in NAMES:
         raise Unsupported(f"{file}: {key} has the dtype {code}, which ckpt does not carry")
-    name = _NAMES[code]
+    name = NAMES[code]
     return TensorSpec(key, tuple(header.get_shape()), name, STORED[name].itemsize)

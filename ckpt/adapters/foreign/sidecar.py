@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from ckpt.adapters.foreign.same import same_bits
 from ckpt.engine.stream import Content
 from ckpt.errors import CorruptCheckpoint, StoreError
 from ckpt.geometry import Box, TensorSpec
@@ -110,7 +111,7 @@ def read_tied(read: Callable[[str, Box], torch.Tensor], keys: Sequence[str], box
     """A box of a tensor that is stored under several keys. Raises CorruptCheckpoint where they differ."""
     found = read(keys[0], box)
     for key in keys[1:]:
-        if found.numpy().tobytes() != read(key, box).numpy().tobytes():
+        if not same_bits(found, read(key, box)):
             raise CorruptCheckpoint(
                 f"{url}: {keys[0]} and {key} were one tensor, and now differ; delete {NAME} to read both as they are"
             )

@@ -10,12 +10,16 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
 import ckpt
 from ckpt.adapters.foreign.dcp_read import DcpCheckpoint
 from ckpt.adapters.foreign.into import open_session, save_from
+from ckpt.adapters.foreign.sidecar import NAME
+from ckpt.errors import CorruptCheckpoint
 from ckpt.state.dtypes import STORED
 from ckpt.state.values import decode
+from tests.adapters.foreign.forging import metadata_of, replace_item, saved
 from tests.adapters.foreign.in_pieces import write
 from tests.support.at_rest import committed
 from tests.support.ranks import Crew
@@ -122,6 +126,18 @@ def _load_stacked(rank: int, world: int, root: str) -> str:
     assert restored is not None and raw(mine) == raw(whole[rank * 3 : rank * 3 + 3])
     assert state["own"] == {"rank": rank} or state["own"].value == {"rank": rank}, state["own"]
     return restored.state_id
+
+
+def test_an_object_that_is_not_what_the_sidecar_has_is_an_error(tmp_path: Path) -> None:
+    with ckpt.Checkpointer(tmp_path / "a") as ck:
+        ck.save(1, {"w": torch.ones(3), "epoch": 3})
+    write("dcp", committed(tmp_path / "a"), tmp_path / "dcp")
+    meta = metadata_of(tmp_path / "dcp")
+    replace_item(tmp_path / "dcp", meta, meta.storage_data[MetadataIndex("epoch")], saved(4))
+    with pytest.raises(CorruptCheckpoint, match=f"epoch is not what {NAME} has"):
+        DcpCheckpoint(tmp_path / "dcp")
+    (tmp_path / "dcp" / NAME).unlink()
+    assert DcpCheckpoint(tmp_path / "dcp").content.values["epoch"] == {"int": "4"}
 
 
 # The real library

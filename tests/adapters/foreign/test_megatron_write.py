@@ -123,6 +123,10 @@ def test_what_the_format_lacks_is_in_the_sidecar(tmp_path: Path, state: dict[str
         torch.save(common, folder / "common.pt")
         with pytest.raises(CorruptCheckpoint, match=f"epoch is not what {NAME} has"):
             MegatronCheckpoint(folder)
+    torch.save({**common, "epoch": 3, "added": 1}, folder / "common.pt")
+    with pytest.raises(CorruptCheckpoint, match=f"added is not what {NAME} has"):
+        MegatronCheckpoint(folder)
+    torch.save(common, folder / "common.pt")
     (folder / NAME).unlink()
     assert MegatronCheckpoint(folder).content.values["common.pt/epoch"] is None
 

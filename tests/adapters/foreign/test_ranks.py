@@ -1,5 +1,6 @@
 """The format `ranks`: the real library opens each file, it holds the rank's part, and all come back as they were."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -16,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 import ckpt
 from ckpt import Layout
+from ckpt.adapters.foreign import mapped, ranks_write
 from ckpt.adapters.foreign.formats import detect
 from ckpt.adapters.foreign.into import open_session, save_from
 from ckpt.adapters.foreign.rank_files import ABOUT, plan_files
@@ -171,6 +173,33 @@ def test_processes_share_the_work_and_fail_together(root: Path, tmp_path: Path) 
     total = committed(root).content.nbytes
     assert sum(map(sum, read)) == total and abs(sum(read[0]) - sum(read[1])) <= 1 << 18
     assert not (tmp_path / "2-failed").exists()
+
+
+def test_more_files_than_a_process_may_open(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(root, tmp_path / "all", LAYOUT)
+    most, pwrite = 0, os.pwrite
+
+    def counted(*arguments: Any) -> int:
+        nonlocal most
+        most = max(most, _open_files(tmp_path))
+        return pwrite(*arguments)
+
+    monkeypatch.setattr(os, "pwrite", counted)
+    monkeypatch.setattr(ranks_write, "OPEN", 3)
+    monkeypatch.setattr(mapped, "OPEN", 2)
+    write(root, tmp_path / "few", LAYOUT)
+    assert most == 1 and tree(tmp_path / "few") == tree(tmp_path / "all")
+    source = RanksCheckpoint(tmp_path / "few")
+    assert state_id_of(source) == committed(root).content.state_id and _open_files(tmp_path) == 2
+
+
+def _open_files(folder: Path) -> int:
+    """Files below a folder that this process has open."""
+    found = []
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # the one that lists them
+            found.append(descriptor.readlink())
+    return sum(str(path).startswith(f"{folder}{os.sep}") for path in found)
 
 
 # Damage
