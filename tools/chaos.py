@@ -1,6 +1,6 @@
 """Kills random processes of jobs that save and load, again and again, and checks after each kill that nothing is lost.
 
-    tools/chaos [--minutes 10] [--kills N] [--ranks 2] [--s3] [--keep] [--tiers] [--seed 1]
+    tools/chaos [--minutes 10] [--kills N] [--ranks 2] [--s3] [--keep] [--tiers] [--loss 0.08] [--seed 1]
 
 Each launch is a job of some ranks on one root, over two nodes as far as it knows. After a random time one rank, some,
 all, an agent, or trainers and agents together get SIGKILL; now and then the next job starts while survivors still run.
@@ -9,13 +9,15 @@ told is committed must be there, with the state id that the step has always had;
 staged, unless agents were killed or another job took over; and a committed step, chosen at random, must load too. With
 --keep the jobs retire what they need not keep, and are killed as they do: a step may be gone then if the log says that
 it was retired and no rule or mark keeps it. With --tiers saves go to a fast directory and are copied on, the kills
-come in the middle of copies too, and now and then the node is lost with its fast root (`chaos_tiers`). Exits with 1 at
-the first thing that is wrong.
+come in the middle of copies too, and now and then the node is lost with its fast root (`chaos_tiers`). With --kills it
+ends after so many, or later: when all of this has happened that --keep and --tiers are for. Exits with 1 at the first
+thing that is wrong.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import multiprocessing
 import os
@@ -39,10 +41,11 @@ from ckpt.store.objects import open_store
 from tests.support.ports import free_ports
 from tests.support.s3 import S3Server
 from tools import chaos_job
-from tools.chaos_tiers import Roots, rightly_gone
+from tools.chaos_tiers import COPIED, LOST, UNCOPIED, Roots, rightly_gone
 
 AIMS = ("one rank", "one rank", "all ranks", "an agent", "agents and all ranks", "some ranks")
 LONGEST = 6.0  # seconds from the start of a launch to its kill
+RETIRED = "steps retired"
 ENDS = 60.0  # seconds in which survivors must have ended by themselves
 
 
@@ -189,7 +192,9 @@ def verify(roots: Roots, ledger: Ledger, chance: random.Random) -> None:
     if gone - rightly:
         raise SystemExit(f"{roots.url}: committed steps are lost: {sorted(gone - rightly)}; there are {steps}")
     if rightly:
-        ledger.counts["steps retired"] = len(rightly)
+        ledger.counts[RETIRED] = len(rightly)
+    if roots.fast is not None:
+        roots.count(ledger.counts)
     if roots.keeping and found[-1] and chance.random() < 0.1:
         mark_one(roots, found[-1], ledger, chance)
 
@@ -216,7 +221,12 @@ def chaos(roots: Roots, args: argparse.Namespace, scratch: Path) -> Ledger:
     until = time.monotonic() + 60 * args.minutes
     number = 0
     before: Launch | None = None
-    while time.monotonic() < until and ledger.counts["kills"] < args.kills:
+    wanted = [RETIRED] * args.keep + [COPIED, UNCOPIED, LOST] * args.tiers
+
+    def enough() -> bool:
+        return ledger.counts["kills"] >= args.kills and all(ledger.counts[what] for what in wanted)
+
+    while time.monotonic() < until and not enough():
         number += 1
         launch = start(context, args.ranks, roots, f"{args.seed} {number}", scratch)
         if before is not None:  # survivors of the one before, who meet the next job
@@ -234,7 +244,7 @@ def chaos(roots: Roots, args: argparse.Namespace, scratch: Path) -> Ledger:
         verify(roots, ledger, chance)
         left = None if roots.fast is None else roots.lose_node(chance)
         if left is not None:
-            ledger.counts["nodes lost"] += 1
+            ledger.counts[LOST] += 1
             ledger.there &= left
             ledger.promised &= left
         if number % 10 == 0:
@@ -260,21 +270,23 @@ def run(roots: Roots, args: argparse.Namespace, scratch: Path) -> Ledger:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=10.0)
-    parser.add_argument("--kills", type=int, default=1 << 30, help="stop after so many")
+    parser.add_argument("--kills", type=int, default=1 << 30, help="stop after so many, or soon after")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--s3", action="store_true", help="on an S3 server instead of a directory")
     parser.add_argument("--keep", action="store_true", help="with retention")
     parser.add_argument("--tiers", action="store_true", help="with a fast directory before the root")
+    parser.add_argument("--loss", type=float, default=0.08, help="how likely the node is lost, with --tiers")
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
     os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"  # a killed peer is no news here
     with tempfile.TemporaryDirectory(prefix="ckpt-chaos-", ignore_cleanup_errors=True) as scratch:
         fast = Path(scratch, "fast") if args.tiers else None
-        if args.s3:
-            with S3Server() as server:
-                ledger = run(Roots(server.url("chaos"), server.storage_options, fast, args.keep), args, Path(scratch))
-        else:
-            ledger = run(Roots(f"{scratch}/root", None, fast, args.keep), args, Path(scratch))
+        with contextlib.ExitStack() as serving:
+            url, options = f"{scratch}/root", None
+            if args.s3:
+                server = serving.enter_context(S3Server())
+                url, options = server.url("chaos"), server.storage_options
+            ledger = run(Roots(url, options, fast, args.keep, args.loss), args, Path(scratch))
     if ledger.marked:
         ledger.counts["steps marked"] = len(ledger.marked)
     print(f"{len(ledger.ids)} steps were committed; none is lost, and all have the bits and ids they should")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import random
 import shutil
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,17 +21,19 @@ from ckpt.store.objects import open_store
 from ckpt.trainer.tiers import lineage
 from tools import chaos_job
 
-LOSS = 0.08  # of the node, with its fast root, after a launch that nobody has survived
+COPIED, UNCOPIED, LOST = "steps copied on", "kills before the newest step was copied on", "nodes lost"
 
 
 @dataclass(frozen=True)
 class Roots:
-    """url, options: the durable root; fast: the other, if there is one; keeping: whether the durable one retires."""
+    """url, options: the durable root; fast: the other, if there is one; keeping: whether the durable one retires; loss:
+    how likely the node is lost after a launch that nobody has survived."""
 
     url: str
     options: Any
     fast: Path | None
     keeping: bool
+    loss: float
 
     @property
     def all(self) -> list[tuple[str, Any]]:
@@ -44,6 +47,12 @@ class Roots:
         durable, fast = open_store(self.url, self.options), open_store(str(self.fast))
         return Log(durable).read(), Log(fast).read()
 
+    def count(self, counts: Counter[str]) -> None:
+        """Notes after a kill what came of the copies."""
+        durable, fast = self.histories()
+        counts[COPIED] = len({record.step for record in durable.records if record.kind == "commit"})
+        counts[UNCOPIED] += any(place.durable is None for place in lineage(durable, fast)[:1])
+
     def steps(self) -> list[int]:
         """What the next job can load."""
         return sorted({place.record.step for place in lineage(*self.histories())})
@@ -51,7 +60,7 @@ class Roots:
     def lose_node(self, chance: random.Random) -> set[int] | None:
         """Now and then removes the fast root; gives the steps that must still be there then."""
         assert self.fast is not None
-        if chance.random() >= LOSS:
+        if chance.random() >= self.loss:
             return None
         shutil.rmtree(self.fast, ignore_errors=True)
         return set(self.steps())
