@@ -23,13 +23,14 @@ from ckpt.engine.digests import Held, digests_of, held_document, parse_held
 from ckpt.engine.merge import Union, check_cover, declare_all, partial_stacks, union_of
 from ckpt.engine.session import Phases, Session
 from ckpt.engine.writing import Job, write
-from ckpt.errors import CkptError, RankFailed, StateMismatch, StoreError
+from ckpt.errors import CkptError, RankFailed, StateMismatch
 from ckpt.fingerprint import Digest
 from ckpt.geometry import Layout, Plan, write_plan
 from ckpt.state.captured import Captured
 from ckpt.state.values import Json, canonical_json, parse_json
 from ckpt.store.commit import Sealed, assemble, held_digests, publish, void
 from ckpt.store.log import FORMAT, Record, check_fence
+from ckpt.store.objects import create_same
 from ckpt.store.records import Intent, Receipt, attempt_prefix, receipt_key, sha256
 
 
@@ -184,9 +185,8 @@ def _begin(job: Job, told: dict[str, Json]) -> bytes:
     with session.comm.phase("save: begin"):
         if session.comm.rank == 0:
             run = canonical_json(_provenance(job.intent) | told)
-            created = session.store.create(job.prefix + "intent.json", job.intent.document())
-            if not created or not session.store.create(job.prefix + "run.json", run):
-                raise StoreError(f"{session.store.url}/{job.prefix}: a new attempt exists already")
+            create_same(session.store, job.prefix + "intent.json", job.intent.document())
+            create_same(session.store, job.prefix + "run.json", run)
             session.faults("save.intent")
     return session.comm.broadcast(run, "save: provenance")
 
@@ -225,8 +225,7 @@ def _exchange_receipts(
     with session.comm.phase("save: receipt"):
         intent = sha256(job.intent.document())
         data = Receipt(job.intent.attempt, rank, intent, held, written, objects, job.per_rank).document()
-        if not session.store.create(receipt_key(job.prefix, rank), data):
-            raise StoreError(f"{session.store.url}/{job.prefix}: rank {rank} has a receipt already")
+        create_same(session.store, receipt_key(job.prefix, rank), data)
         session.faults("save.receipt")
     return session.comm.all_gather(data, "save: receipts")
 

@@ -27,7 +27,8 @@ from ckpt.state.values import Json, canonical_json, parse_json
 from ckpt.store.arrays import Arrays
 from ckpt.store.commit import assemble, publish
 from ckpt.store.log import Record
-from ckpt.store.records import Intent, Receipt, attempt_prefix, sha256
+from ckpt.store.objects import create_same
+from ckpt.store.records import Intent, Receipt, attempt_prefix, receipt_key, sha256
 
 PIECE = 64 * MIB
 
@@ -102,8 +103,8 @@ def write_stream(session: Session, sources: Sequence[Source], intent: Intent, ru
     work = _Work(session, sources[0].content, sources[0].url, Catalogue.of(intent.tensors), intent, advance)
     with comm.phase("write: begin"):
         if comm.rank == 0:
-            _create_same(work, "intent.json", intent.document())
-            _create_same(work, "run.json", run)
+            create_same(session.store, work.prefix + "intent.json", intent.document())
+            create_same(session.store, work.prefix + "run.json", run)
         pieces = list(cut(work.catalogue))
         found = _finished(work, len(pieces)) if comm.rank == 0 else []
     # Told by one process, because what the others find changes while the first of them write.
@@ -143,7 +144,7 @@ def cut(catalogue: Catalogue) -> Iterator[list[StoredObject]]:
 def _finished(work: _Work, pieces: int) -> list[int]:
     """The pieces that have a record; what else lies there counts for nothing."""
     there = work.session.store.list(f"{work.prefix}pieces/")
-    return [number for number in range(pieces) if work.prefix + _piece_key(number) in there]
+    return [number for number in range(pieces) if there.get(work.prefix + _piece_key(number))]
 
 
 def _piece_key(number: int) -> str:
@@ -161,7 +162,7 @@ def _write_piece(work: _Work, source: Source, arrays: Arrays, number: int, piece
     writer.sync()
     objects = [(stored.array, stored.index) for stored in piece]
     receipt = Receipt(work.intent.attempt, number, work.pinned, dict(held), dict(written), objects, {})
-    _create_same(work, _piece_key(number), receipt.document())
+    create_same(work.session.store, work.prefix + _piece_key(number), receipt.document())
     work.session.faults("stream.piece")
 
 
@@ -204,7 +205,7 @@ def _commit(work: _Work, pieces: int, run: bytes) -> Record:
     sealed = assemble(intent, receipts, run, store.url)
     _check_state_id(work, str(sealed.document["state_id"]))  # first: with its receipts whoever comes by may commit it
     for receipt in receipts:
-        _create_same(work, f"receipts/{receipt.rank:06d}.json", receipt.document())
+        create_same(store, receipt_key(work.prefix, receipt.rank), receipt.document())
     work.session.faults("stream.receipts")
     return publish(store, work.session.log, intent, sealed, work.session.faults)
 
@@ -228,12 +229,3 @@ def _merged(work: _Work, rank: int, pieces: Sequence[Receipt], own: Mapping[str,
             written[name] = add(written[name], digest)
     objects = [o for piece in pieces for o in piece.objects]
     return Receipt(work.intent.attempt, rank, work.pinned, dict(held), dict(written), objects, dict(own))
-
-
-def _create_same(work: _Work, name: str, data: bytes) -> None:
-    """Creates a record of the attempt, which may be there already."""
-    store, key = work.session.store, work.prefix + name
-    if not store.create(key, data) and store.get(key) != data:
-        raise CorruptCheckpoint(
-            f"{store.url}/{key}: exists with other content; delete {store.url}/{work.prefix}, and run it again"
-        )

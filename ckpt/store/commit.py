@@ -11,7 +11,7 @@ from ckpt.fingerprint import ZERO, Digest, add
 from ckpt.geometry import Box, Catalogue, Holdings
 from ckpt.state.values import Json, canonical_json
 from ckpt.store.log import FORMAT, History, Log, Record
-from ckpt.store.objects import NotFound, ObjectStore
+from ckpt.store.objects import NotFound, ObjectStore, create_same
 from ckpt.store.records import Intent, Manifest, Receipt, attempt_prefix, sha256
 
 NoFaults: Callable[[str], None] = lambda point: None  # noqa: E731
@@ -107,9 +107,9 @@ def publish(
     """Writes the manifests and appends the commit. Returns the commit record, ours or that of another committer of the
     same attempt. Raises Fenced when a newer job has claimed the root, StoreError when the attempt was voided."""
     prefix = attempt_prefix(intent.claim, intent.attempt)
-    _create_same(store, prefix + "manifest.json", sealed.manifest.document())
+    create_same(store, prefix + "manifest.json", sealed.manifest.document())
     fault("commit.manifest")
-    _create_same(store, prefix + "ranks/manifest.json", sealed.ranks)
+    create_same(store, prefix + "ranks/manifest.json", sealed.ranks)
     fault("commit.append")  # all parts are durable by now: a receipt is created after what it stands for was synced
     record = log.append_fenced(intent.claim, sealed.document, lambda h: settled(h, intent.attempt))
     fault("commit.done")
@@ -172,19 +172,3 @@ def _finished(store: ObjectStore, prefix: str, keys: Mapping[str, int]) -> tuple
         if isinstance(error, StoreError) and not isinstance(error, NotFound):
             raise
         return None
-
-
-def _create_same(store: ObjectStore, key: str, data: bytes) -> None:
-    """Creates an object that any committer would write the same."""
-    try:
-        created = store.create(key, data)
-    except StoreError:
-        created = False
-    if not created:
-        try:
-            found = store.get(key)
-        except NotFound:
-            store.put(key, data)
-            return
-        if found != data:
-            raise CorruptCheckpoint(f"{store.url}/{key}: exists with other content; the attempt is not what it was")

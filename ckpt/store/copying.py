@@ -195,7 +195,8 @@ class _Job:
             at = {r.origin: r.number for r in history.records if r.kind == "commit"}
             parent = next((at[origin] for origin in self.above if origin in at), None)
             if self.target.log.append({**document, "parent": parent}):
-                return self.target.log.read().records[history.last], True
+                appended = self.target.log.last
+                return self.target.log.read().records[appended - 1], True
 
 
 def _document(record: Record, claim: str, attempt: str, url: str) -> dict[str, Any]:

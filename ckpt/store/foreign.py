@@ -13,6 +13,8 @@ from ckpt.store.objects import NotFound, Options, check_key, check_prefix, key_f
 class FsspecStore:
     """Any other scheme of fsspec, with `storage_options` as its driver wants them: all but `create`."""
 
+    blanks = True
+
     def __init__(self, url: str, storage_options: Options = None) -> None:
         scheme, rest = split_url(url)
         self.url = f"{scheme}://{rest.rstrip('/')}"

@@ -63,7 +63,9 @@ def read_leases(store: ObjectStore) -> list[Lease]:
     found = []
     for key in store.list("leases/"):
         with contextlib.suppress(NotFound):  # given back meanwhile
-            found.append(_parse(store.get(key), key, store.url))
+            data = store.get(key)
+            if data or not store.blanks:  # a blank was never a lease
+                found.append(_parse(data, key, store.url))
     return found
 
 

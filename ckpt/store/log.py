@@ -2,7 +2,8 @@
 
 Records are `log/<n>.json`, n counting from 1 without a gap, zero-padded to 12 digits. Each is created once and never
 changed. Kinds: `claim` (a job will write from here on), `commit` (an attempt is a checkpoint), `void` (an attempt
-never will be), `retire` (a checkpoint's data may be deleted).
+never will be), `retire` (a checkpoint's data may be deleted). A record of no bytes says nothing; see
+`ObjectStore.blanks`.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from ckpt.state.values import Json, canonical_json, parse_json
 from ckpt.store.objects import NotFound, ObjectStore
 
 KINDS = ("claim", "commit", "void", "retire")
+BLANK = "blank"  # the kind of a record of no bytes
 FORMAT = 1
 
 _FIELDS: dict[str, dict[str, type]] = {
@@ -171,23 +173,26 @@ class Log:
                 ) from None
 
     def append(self, document: Json) -> bool:
-        """Tries to create the next record after what was last read. True: it is there, put by this call, or by an
-        earlier one of the same document whose answer was lost. False: another record took the number; read again.
-        StoreError: not known, though tried and read back for a while."""
-        number, began = len(self._records) + 1, time.monotonic()
+        """Tries to create the next record after what was last read; where a blank takes the number, the one after that.
+        True: it is there, put by this call, or by an earlier one of the same document whose answer was lost. False:
+        another record took the number; read again. StoreError: not known, though tried and read back for a while."""
+        began = time.monotonic()
         data = canonical_json({"format": FORMAT, **document})
-        failure = StoreError(f"{self._store.url}/{_key(number)}: the store says that it exists, but cannot read it")
+        failure = StoreError(
+            f"{self._store.url}/{_key(self.last + 1)}: the store says that it exists, but cannot read it"
+        )
         for attempt in range(_TRIES):
             if attempt:
                 if time.monotonic() - began > _PATIENCE:
                     break
                 time.sleep(min(4.0, 0.05 * 2**attempt))
+            key = _key(len(self._records) + 1)
             try:
-                created = self._store.create(_key(number), data)
+                created = self._store.create(key, data)
             except StoreError as error:
                 created, failure = False, error
             try:
-                found = data if created else self._store.get(_key(number))
+                found = data if created else self._store.get(key)
                 self._store.sync("log")
             except NotFound:
                 continue
@@ -195,7 +200,11 @@ class Log:
                 failure = error
                 continue
             self._take(found)
-            return found == data
+            if self._records[-1].kind != BLANK:
+                return found == data
+            failure = StoreError(
+                f"{self._store.url}/{key}: the store keeps nothing of what is sent; look at the network"
+            )
         raise failure
 
     def append_fenced(self, claim: str, document: Json, settled: Callable[[History], Record | None]) -> Record:
@@ -223,6 +232,9 @@ class Log:
     def _take(self, data: bytes) -> None:
         number = len(self._records) + 1
         where = f"{self._store.url}/{_key(number)}"
+        if not data and self._store.blanks:
+            self._records.append(Record(number, {"kind": BLANK}))
+            return
         document = parse_json(data, where)
         fault = self._fault(document, where)
         if fault is not None:

@@ -13,7 +13,7 @@ import urllib.parse
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ckpt.errors import StoreError
+from ckpt.errors import CorruptCheckpoint, StoreError
 
 if TYPE_CHECKING:
     pass
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 Options = Mapping[str, Any] | None
 
 _TRUSTED = "TENSORSTORE_CA_BUNDLE"
+_BLANKS = 3  # in a row are no accident
 
 
 class NotFound(StoreError):
@@ -39,6 +40,10 @@ class ObjectStore(Protocol):
     url: str
     """The root, normalised: opening it again gives the same root."""
 
+    blanks: bool
+    """Whether there may be blanks: some servers make an object of no bytes, for good, of a write whose connection
+    ended before the first of them. Elsewhere such an object is damage."""
+
     def get(self, key: str) -> bytes:
         """The whole object, as last put. Raises `NotFound` naming the full URL if there is none."""
 
@@ -52,7 +57,8 @@ class ObjectStore(Protocol):
         """Write the whole object if the key is free: of any number of callers with different data exactly one gets
         True.
 
-        True: this call created it, complete (POSIX: and durable). False: it was there, untouched.
+        True: this call created it, complete (POSIX: and durable). False: it was there, untouched; it may be a blank,
+        even one of this call.
         `StoreError`: refused or unknown; read the key back to know. Over a network an answer may be lost, and then
         whoever finds its own bytes there gets True: data that must have one creator holds something of its own.
         """
@@ -166,8 +172,14 @@ def probe(store: ObjectStore, beside: Callable[[str], None] | None = None) -> No
     )
     store.list("probe/")
     try:
-        if not store.create(key, first):
-            raise StoreError(f"{where}: create says that a new random key was there already; {remedy}")
+        for _ in range(_BLANKS):
+            if store.create(key, first):
+                break
+            if store.get(key) or not store.blanks:
+                raise StoreError(f"{where}: create says that a new random key was there already; {remedy}")
+            store.delete([key])
+        else:
+            raise StoreError(f"{where}: writing leaves an object of no bytes, again and again; look at the network")
         if store.create(key, second):
             raise StoreError(f"{where}: the store ignores create-if-absent: two creates both won; {remedy}")
         if store.get(key) != first:
@@ -179,6 +191,28 @@ def probe(store: ObjectStore, beside: Callable[[str], None] | None = None) -> No
             store.delete([key, *store.list(folder)])
         raise
     store.delete([key] if beside is None else store.list(folder))
+
+
+def create_same(store: ObjectStore, key: str, data: bytes) -> None:
+    """Creates an object that whoever creates it would write the same. Raises CorruptCheckpoint where it is there with
+    other content, StoreError where it cannot be written."""
+    try:
+        created = store.create(key, data)
+    except StoreError:
+        created = False
+    if created:
+        return
+    try:
+        found = store.get(key)
+    except NotFound:
+        found = b""
+    if not found and data:
+        store.put(key, data)
+    elif found != data:
+        raise CorruptCheckpoint(
+            f"{store.url}/{key}: exists with other content, so this attempt is not what it was; delete "
+            "its folder, and save or convert again"
+        )
 
 
 def kvstore_spec(url: str, storage_options: Options = None) -> dict[str, Any]:

@@ -34,6 +34,8 @@ def _explained(where: str, doing: str) -> Iterator[None]:
 class PosixStore:
     """See `ObjectStore`. Holds nothing but two strings, so it may be used from any thread or process."""
 
+    blanks = False
+
     def __init__(self, root: str) -> None:
         if "\0" in root or not root:
             raise StoreError(f"{root!r}: not a path; give a directory")

@@ -136,6 +136,8 @@ def _ca_bundle(options: Mapping[str, Any]) -> str | None:
 class S3Store:
     """See `ObjectStore`. Any thread may call; after a fork every verb raises."""
 
+    blanks = True
+
     def __init__(self, url: str, storage_options: Options = None) -> None:
         self._bucket, prefix = split_s3(url)
         self._start = f"{prefix}/" if prefix else ""

@@ -17,7 +17,7 @@ from ckpt.engine.faults import POINTS
 from ckpt.store import log
 from ckpt.store.objects import ObjectStore, open_store
 from tests.engine.states import refused_load, sample_state, state_bits
-from tests.support.fault_proxy import Exchange, FaultProxy, puts
+from tests.support.fault_proxy import Exchange, Fault, FaultProxy, puts
 from tests.support.raw import random_bits
 from tests.support.roots import Root
 from tests.support.s3 import BUCKET, S3Server
@@ -48,10 +48,15 @@ def state_of(step: int) -> dict[str, Any]:
     return sample_state(step, large=random_bits((11 << 8, 1024), torch.float32, step))
 
 
-def cut_short(exchange: Exchange) -> None:
-    """The server gets half of the body, then the end of the connection; the client is reset."""
-    exchange.cut_to_server(0.5)
-    exchange.reset()
+def cut_short(share: float) -> Fault:
+    """The server gets a part of the body, then the end of the connection; the client is reset. Of no body at all this
+    server makes an object of no bytes, which stays."""
+
+    def fault(exchange: Exchange) -> None:
+        exchange.cut_to_server(share)
+        exchange.reset()
+
+    return fault
 
 
 class Died(BaseException):
@@ -93,20 +98,21 @@ def test_an_exception_in_a_save_publishes_nothing(root: Root, s3: S3Server, poin
     newest_is(root, [1, 2])
 
 
+@pytest.mark.parametrize("share", [0.5, 0.0])
 @pytest.mark.parametrize("part", ["intent.json", "/state/.*/c/", "receipts/", "/manifest.json", "/log/"])
-def test_half_an_object_is_never_taken_for_it(
-    root: Root, s3: S3Server, proxy: FaultProxy, part: str, monkeypatch: pytest.MonkeyPatch
+def test_a_part_of_an_object_is_never_taken_for_it(
+    root: Root, s3: S3Server, proxy: FaultProxy, part: str, share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(log, "_TRIES", 2)
+    monkeypatch.setattr(log, "_TRIES", 3)
     options = {**s3.storage_options, "endpoint": proxy.endpoint}
     with ckpt.Checkpointer(root.url, storage_options=options) as ck:
         ck._session.kvstore["s3_request_retries"] = {"max_retries": 3, "initial_delay": "50ms"}  # type: ignore[index]
         ck.save(1, state_of(1))
-        proxy.on(puts(part), cut_short, times=2)
+        proxy.on(puts(part), cut_short(share), times=2)
         ck.save(2, state_of(2))
         assert proxy.heal() == 2
         newest_is(root, [1, 2])
-        proxy.on(puts(part), cut_short)
+        proxy.on(puts(part), cut_short(share))
         with pytest.raises(ckpt.StoreError):
             ck.save(3, state_of(3))
         assert proxy.heal() > 2

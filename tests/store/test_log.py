@@ -76,6 +76,7 @@ class MemoryStore:
     """The verbs that a log needs, over a dict. `before_create` is called once, then forgotten."""
 
     url = "memory://root"
+    blanks = False
 
     def __init__(self) -> None:
         self.objects: dict[str, bytes] = {}

@@ -23,7 +23,7 @@ from ckpt.state.values import Json, canonical_json, parse_json
 from ckpt.store import arrays
 from ckpt.store.commit import complete_last
 from ckpt.store.log import FORMAT, History, Log, Record
-from ckpt.store.objects import kvstore_spec, open_store, probe
+from ckpt.store.objects import create_same, kvstore_spec, open_store, probe
 from ckpt.store.records import Intent, attempt_prefix
 
 
@@ -125,7 +125,7 @@ def _begin(
     if last is not None:
         prefix = attempt_prefix(last.claim, name)
         there = store.list(prefix)
-        if f"{prefix}run.json" in there:
+        if there.get(f"{prefix}run.json"):
             return _begun(session, prefix, last.claim, name, step)
         if history.newest(step) is not None and not append:
             raise CkptError(f"{store.url}: step {step} is there, and is another state; choose another place or step")
@@ -166,6 +166,6 @@ def _begin(
     }
     prefix = attempt_prefix(claim, name)
     data = canonical_json(run)
-    store.create(f"{prefix}intent.json", intent.document())
-    store.create(f"{prefix}run.json", data)
+    create_same(store, f"{prefix}intent.json", intent.document())
+    create_same(store, f"{prefix}run.json", data)
     return {"intent": intent.document().hex(), "run": data.hex()}
