@@ -76,6 +76,7 @@ def test_a_blank_is_no_lease_and_stops_no_collection(s3: S3Server) -> None:
     with ckpt.Checkpointer(url, keep=ckpt.Keep(last=1, grace=0), storage_options=s3.storage_options) as ck:
         assert ck.load(state).step == 1
         ck.save(2, state)
+    with ckpt.Checkpointer(url, read_only=True, storage_options=s3.storage_options) as ck:
         assert ck.steps() == [2]
 
 
