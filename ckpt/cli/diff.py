@@ -101,7 +101,7 @@ def _kinds(sides: list[Committed], compared: Compared) -> list[output.Renderable
 
 def _kinds_of(side: Committed) -> dict[str, str]:
     manifest = side.manifest
-    kinds = {t.name: f"{t.dtype} {'x'.join(map(str, t.shape)) or 'scalar'}" for t in manifest.catalogue.tensors}
+    kinds = {t.name: f"{t.dtype} {output.shape(t.shape)}" for t in manifest.catalogue.tensors}
     return kinds | {name: kinds[kept] for name, kept in manifest.aliases.items()}
 
 

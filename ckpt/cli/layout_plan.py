@@ -185,7 +185,8 @@ def show(facts: Mapping[str, Any]) -> list[output.RenderableType]:
             continue
         rank = ranks[number]
         moved = "?" if rank["moved"] is None else output.size(rank["moved"])
-        table.add_row(str(number), _place(target, number), output.size(rank["bytes"]), moved, before, rank["is"] or "-")
+        place = output.place(target, number) or "-"
+        table.add_row(str(number), place, output.size(rank["bytes"]), moved, before, rank["is"] or "-")
     return [*parts, table]
 
 
@@ -245,12 +246,6 @@ def _slices(boxes: Sequence[Box]) -> str:
         else:
             found.append(box)
     return " ".join(map(str, sorted(found)))
-
-
-def _place(layout: Layout, rank: int) -> str:
-    at = layout.coords(rank)
-    sizes = {"tp": layout.tp, "cp": layout.cp, "dp": layout.dp, "pp": layout.pp, "ep": layout.ep}
-    return " ".join(f"{axis}{getattr(at, axis)}" for axis, size in sizes.items() if size > 1) or "-"
 
 
 def check_asked(form: str, to: Layout | None, shard: Sequence[str], plan_only: bool) -> None:

@@ -22,6 +22,7 @@ from rich.text import Text
 
 from ckpt.errors import CkptError
 from ckpt.inspect.address import Address, parse_address
+from ckpt.inspect.wording import place as place
 from ckpt.inspect.wording import printable
 from ckpt.inspect.wording import shape as shape
 from ckpt.inspect.wording import size as size

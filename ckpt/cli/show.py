@@ -111,7 +111,7 @@ def _sizes(found: list[Described]) -> Mapping[str, int]:
 
 def _notes(one: Described) -> Iterator[str]:
     if one.stack:
-        yield f"{'x'.join(map(str, one.shape[: one.stack]))} stacked"
+        yield f"{output.shape(one.shape[: one.stack])} stacked"
     if one.tied:
         yield f"is also {', '.join(one.tied)}"
 

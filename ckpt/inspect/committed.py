@@ -18,18 +18,10 @@ from ckpt.store.records import Manifest, attempt_prefix, pinned
 
 
 @dataclass(frozen=True)
-class Committed:
-    """record: the commit; manifest: the state; ranks: plain values of each saving rank; run: provenance."""
+class Committed(Opened):
+    """A commit opened by one process, with the store that it is in."""
 
     store: ObjectStore
-    record: Record
-    manifest: Manifest
-    ranks: list[Mapping[str, Json]]
-    run: Mapping[str, Any]
-
-    @property
-    def prefix(self) -> str:
-        return attempt_prefix(self.record.claim, self.record.attempt)
 
     def arrays(self, threads: int) -> Arrays:
         """Handles on the stored arrays, for this process. Raises StoreError where TensorStore has no driver."""
@@ -39,28 +31,8 @@ class Committed:
 
 def open_committed(store: ObjectStore, record: Record) -> Committed:
     """Reads and checks what a commit pins. Raises CorruptCheckpoint naming the file."""
-    where = f"{store.url}/{attempt_prefix(record.claim, record.attempt)}"
-    manifest = Manifest.parse(pinned(store, record, "manifest.json"), where + "manifest.json")
-    if manifest.state_id != record.document["state_id"]:
-        raise CorruptCheckpoint(f"{where}manifest.json: its state id is not the committed one; use an older step")
-    ranks = read_ranks(pinned(store, record, "ranks/manifest.json"), where + "ranks/manifest.json")
-    run = parse_json(pinned(store, record, "run.json"), where + "run.json")
-    if not isinstance(run, dict):
-        raise CorruptCheckpoint(f"{where}run.json: not an object; use an older step")
-    check_format(run, where + "run.json")
-    return Committed(store, record, manifest, ranks, run)
-
-
-def read_ranks(data: bytes, where: str) -> list[Mapping[str, Json]]:
-    """The values of each rank from `ranks/manifest.json`. Raises CorruptCheckpoint."""
-    document = parse_json(data, where)
-    if not isinstance(document, dict):
-        raise CorruptCheckpoint(f"{where}: not an object; use an older step")
-    check_format(document, where)
-    ranks = document.get("ranks")
-    if not isinstance(ranks, list) or not all(isinstance(r, dict) for r in ranks) or document["world"] != len(ranks):
-        raise CorruptCheckpoint(f"{where}: malformed; use an older step")
-    return list(ranks)
+    found = parse_opened(record, [pinned(store, record, name) for name in PINNED], store.url)
+    return Committed(found.record, found.manifest, found.ranks, found.run, store)
 
 
 @contextlib.contextmanager

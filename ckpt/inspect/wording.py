@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from ckpt.geometry import Layout
+
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
@@ -14,6 +16,13 @@ def size(count: int) -> str:
 def shape(extents: tuple[int, ...] | list[int]) -> str:
     """Extents such as `2600x1000`."""
     return "x".join(map(str, extents)) or "scalar"
+
+
+def place(layout: Layout, rank: int) -> str:
+    """Where a rank sits, such as `tp1 pp0`: along the axes that have more than one."""
+    at = layout.coords(rank)
+    axes = ("tp", "cp", "ep", "dp", "pp")
+    return " ".join(f"{axis}{getattr(at, axis)}" for axis in axes if getattr(layout, axis) > 1)
 
 
 def printable(text: str) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 from ckpt.adapters.foreign.parts import Part
 from ckpt.adapters.foreign.rank_rules import Placer
 from ckpt.adapters.foreign.safetensors_read import DTYPES
+from ckpt.adapters.foreign.safetensors_write import header_bytes
 from ckpt.adapters.foreign.sidecar import foreign_names
 from ckpt.engine.stream import Content
 from ckpt.errors import StateMismatch, Unsupported
@@ -105,9 +106,7 @@ def _file(
         at += nbytes
     told = {"format": FORMAT, "layout": dataclasses.asdict(placer.layout), "tensors": about}
     metadata = {"format": "pt", ABOUT: json.dumps(told, sort_keys=True, separators=(",", ":"))}
-    data = json.dumps({"__metadata__": metadata} | described, separators=(",", ":")).encode()
-    data += b" " * (-len(data) % 8)
-    header = len(data).to_bytes(8, "little") + data
+    header = header_bytes({"__metadata__": metadata} | described)
     entries = [
         Entry(keys[name], placer.specs[name], part, len(header) + start)
         for (name, part), start in zip(order, starts, strict=True)

@@ -131,6 +131,11 @@ def _header(entries: Sequence[Entry]) -> bytes:
             "data_offsets": [at, at + spec.nbytes],
         }
         at += spec.nbytes
+    return header_bytes(described)
+
+
+def header_bytes(described: Mapping[str, object]) -> bytes:
+    """All bytes before the first element, which is aligned to eight."""
     data = json.dumps(described, separators=(",", ":")).encode()
     data += b" " * (-len(data) % 8)
     return len(data).to_bytes(8, "little") + data

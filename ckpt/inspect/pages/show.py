@@ -11,6 +11,7 @@ from xml.etree import ElementTree
 from markupsafe import Markup
 
 from ckpt.geometry import Grid, Layout
+from ckpt.inspect import wording
 from ckpt.inspect.holders import Held
 from ckpt.inspect.pages.maps import chunk_map, layout_map
 from ckpt.inspect.pages.page import markup, render
@@ -118,11 +119,7 @@ def _ranks(held: Held, layout: Any) -> list[dict[str, Any]]:
     most = max((max(r.held, r.wrote) for r in held.ranks), default=0) or 1
     rows = []
     for one in held.ranks:
-        place = ""
-        if given is not None and one.rank < given.world:
-            at = given.coords(one.rank)
-            axes = ("tp", "cp", "ep", "dp", "pp")
-            place = " ".join(f"{axis}{getattr(at, axis)}" for axis in axes if getattr(given, axis) > 1)
+        place = wording.place(given, one.rank) if given is not None and one.rank < given.world else ""
         rows.append({"share": one, "place": place, "held": 100 * one.held / most, "wrote": 100 * one.wrote / most})
     return rows
 

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 import ckpt
@@ -19,6 +18,7 @@ from ckpt.adapters.foreign.sidecar import NAME
 from ckpt.errors import CorruptCheckpoint
 from ckpt.state.dtypes import STORED
 from ckpt.state.values import decode
+from tests.adapters.foreign.drawn import states
 from tests.adapters.foreign.forging import metadata_of, replace_item, saved
 from tests.adapters.foreign.in_pieces import write
 from tests.support.at_rest import committed
@@ -63,25 +63,8 @@ def tensors() -> dict[str, torch.Tensor]:
 # A state of every kind
 
 
-SHAPES = st.lists(st.integers(0, 40), max_size=3).map(tuple) | st.sampled_from([(700, 130), (3, 200, 90), (70000,)])
-
-
-@st.composite
-def states(draw: st.DrawFn) -> dict[str, Any]:
-    keys = draw(st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=6), unique=True, max_size=6))
-    dtypes = st.sampled_from(sorted(STORED))
-    made = {key: random_bits(draw(SHAPES), getattr(torch, draw(dtypes)), number) for number, key in enumerate(keys)}
-    state: dict[str, Any] = {"m": made, "list": [torch.ones(3), {1: torch.zeros((), dtype=torch.int64)}]}
-    if made:
-        state["tied"] = next(iter(made.values()))
-    plain = st.none() | st.booleans() | st.integers() | st.floats() | st.text("aé/~") | st.binary()
-    state["values"] = draw(st.recursive(plain, st.lists))
-    state["rank"] = ckpt.per_rank({"seed": draw(st.integers())})
-    return state
-
-
 @settings(max_examples=8, suppress_health_check=[HealthCheck.too_slow])
-@given(states())
+@given(states(STORED))
 def test_a_round_trip_keeps_the_state_id(tmp_path_factory: pytest.TempPathFactory, state: dict[str, Any]) -> None:
     tmp = tmp_path_factory.mktemp("dcp")
     with ckpt.Checkpointer(tmp / "a") as ck:

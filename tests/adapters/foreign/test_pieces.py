@@ -25,10 +25,8 @@ from tests.adapters.foreign.in_pieces import (
     bytes_read,
     go_on,
     records,
-    saved,
     state,
     to_read,
-    undisturbed,
     write,
 )
 from tests.support.at_rest import committed
@@ -38,14 +36,9 @@ from tests.support.raw import raw, tree
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
 
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return saved(tmp_path_factory.mktemp("pieces"))
-
-
-@pytest.fixture(scope="module")
-def whole(root: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, bytes]]:
-    return undisturbed(root, tmp_path_factory.mktemp("whole"))
+@pytest.fixture
+def root(pieces_root: Path) -> Path:
+    return pieces_root
 
 
 # Processes

@@ -22,12 +22,10 @@ from tests.adapters.foreign.in_pieces import (
     bytes_read,
     go_on,
     records,
-    saved,
     state,
     stop,
     stopped,
     to_read,
-    undisturbed,
     write,
 )
 from tests.support.at_rest import committed
@@ -36,14 +34,9 @@ from tests.support.raw import tree
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
 
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return saved(tmp_path_factory.mktemp("pieces"))
-
-
-@pytest.fixture(scope="module")
-def whole(root: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, bytes]]:
-    return undisturbed(root, tmp_path_factory.mktemp("whole"))
+@pytest.fixture
+def root(pieces_root: Path) -> Path:
+    return pieces_root
 
 
 def flip(path: Path) -> None:

@@ -28,6 +28,7 @@ from ckpt.adapters.foreign.safetensors_read import DTYPES
 from ckpt.adapters.foreign.sidecar import NAME
 from ckpt.adapters.foreign.witness import state_id_of
 from ckpt.errors import CkptError, CorruptCheckpoint, StoreError, Unsupported
+from tests.adapters.foreign.drawn import SHAPES
 from tests.support.at_rest import committed
 from tests.support.ranks import run_ranks
 from tests.support.raw import random_bits, raw, tree
@@ -49,7 +50,6 @@ def imported(folder: Path, root: Path) -> str:
     return str(save_from(open_session(str(root)), RanksCheckpoint(folder), 1).record.document["state_id"])
 
 
-SHAPES = st.lists(st.integers(0, 40), max_size=3).map(tuple) | st.sampled_from([(700, 130), (3, 200, 90), (70000,)])
 LAYOUTS = st.builds(Layout, tp=st.integers(1, 3), dp=st.integers(1, 2), pp=st.integers(1, 2))
 
 
