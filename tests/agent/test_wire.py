@@ -11,7 +11,7 @@ import torch
 
 from ckpt.agent import server, wire
 from ckpt.agent.peers import Peers, Switch, connect
-from ckpt.errors import RankFailed, StateMismatch
+from ckpt.errors import CkptError, RankFailed, StateMismatch
 
 
 def test_messages_carry_documents_bytes_and_descriptors() -> None:
@@ -39,7 +39,7 @@ def test_what_is_no_message_is_refused(head: bytes) -> None:
     with one, other:
         one.sendall(head)
         one.shutdown(socket.SHUT_WR)
-        with pytest.raises(Exception, match=r"message|ended"):
+        with pytest.raises(CkptError, match=r"message|ended"):
             wire.receive(other)
 
 
@@ -154,7 +154,7 @@ def test_collectives_over_tcp() -> None:
         peers.all_gather(b"", "wait")
 
     found = _on_all(switches, die)
-    assert all(isinstance(e, RankFailed) and ("rank 2 is gone" in str(e) or "rank" in str(e)) for e in found[:2])
+    assert all(isinstance(e, RankFailed) for e in found[:2])
     for switch in switches:
         switch.close()
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 import ckpt
+from tests.cases.turns import turns
 from tests.support.gpt_oracle import EXP_AVG, GptSize, full_tensors
 from tests.support.layouts import start
 from tests.support.megatron_cpu import megatron_on_cpu
@@ -151,25 +152,20 @@ def _wrong(state: dict[str, Any], cut: Cut, rank: int) -> list[str]:
 def _matrix(rank: int, world: int, folder: str) -> tuple[list[str], list[tuple[int, str]], str]:
     """Every cut in turn on the first ranks of the crew: all save, then all load what each saved."""
     lines, ids, refusal = [], [], ""
-    groups = {n: dist.new_group(list(range(n))) for n in sorted({cut.world for cut in CUTS})}
-    for loading in (False, True):
-        for number, cut in enumerate(CUTS):
-            dist.barrier()
-            if rank >= cut.world:
+    for loading, number, saved, group in turns(rank, [cut.world for cut in CUTS]):
+        cut = CUTS[number]
+        state = _state(cut, rank, label=not loading)
+        with ckpt.Checkpointer(f"{folder}/{saved}", process_group=group, read_only=loading) as ck:
+            if not loading:
+                ids.append((number, ck.save(1, state).state_id))
                 continue
-            for saved in range(len(CUTS)) if loading else (number,):
-                state = _state(cut, rank, label=not loading)
-                with ckpt.Checkpointer(f"{folder}/{saved}", process_group=groups[cut.world], read_only=loading) as ck:
-                    if not loading:
-                        ids.append((number, ck.save(1, state).state_id))
-                        continue
-                    if number == SINGLE != saved:
-                        with pytest.raises(ckpt.StateMismatch) as error:
-                            ck.load(state)
-                        refusal = str(error.value)
-                        continue
-                    assert ck.load(state) is not None
-                lines += [f"{CUTS[saved]} -> {cut}: {line}" for line in _wrong(state, cut, rank)]
+            if number == SINGLE != saved:
+                with pytest.raises(ckpt.StateMismatch) as error:
+                    ck.load(state)
+                refusal = str(error.value)
+                continue
+            assert ck.load(state) is not None
+        lines += [f"{CUTS[saved]} -> {cut}: {line}" for line in _wrong(state, cut, rank)]
     return lines, ids, refusal
 
 

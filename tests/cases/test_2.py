@@ -20,6 +20,7 @@ from torch.distributed.tensor import empty as empty_dtensor
 
 import ckpt
 from ckpt.geometry import Box, Catalogue, Holdings, TensorSpec, read_plan, write_plan
+from tests.cases.turns import turns
 from tests.support.ranks import Crew
 from tests.support.raw import labelled, raw, tree
 
@@ -103,23 +104,17 @@ def _matrix(rank: int, world: int, folder: str) -> tuple[list[str], list[str], l
     from torch.distributed.device_mesh import DeviceMesh
 
     lines, ids, sizes = [], [], []
-    groups = {n: dist.new_group(list(range(n))) for n in WORLDS}
-    for loading in (False, True):
-        for n in WORLDS:
-            dist.barrier()
-            if rank >= n:
-                continue
-            mesh = DeviceMesh.from_group(groups[n], "cpu")
-            for saved in WORLDS if loading else (n,):
-                here = _State(rank, n, mesh, label=not loading)
-                with ckpt.Checkpointer(f"{folder}/{saved}", process_group=groups[n], read_only=loading) as ck:
-                    if loading:
-                        assert ck.load(here.state) is not None
-                        lines += [f"{saved} -> {n}: {line}" for line in here.wrong(rank, n)]
-                    else:
-                        receipt = ck.save(1, here.state)
-                        ids.append(receipt.state_id)
-                        sizes.append(receipt.bytes)
+    for loading, number, saved, group in turns(rank, WORLDS):
+        n = WORLDS[number]
+        here = _State(rank, n, DeviceMesh.from_group(group, "cpu"), label=not loading)
+        with ckpt.Checkpointer(f"{folder}/{WORLDS[saved]}", process_group=group, read_only=loading) as ck:
+            if loading:
+                assert ck.load(here.state) is not None
+                lines += [f"{WORLDS[saved]} -> {n}: {line}" for line in here.wrong(rank, n)]
+            else:
+                receipt = ck.save(1, here.state)
+                ids.append(receipt.state_id)
+                sizes.append(receipt.bytes)
     return lines, ids, sizes
 
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import ckpt
+from tests.cases.turns import turns
 from tests.support.layouts import attempts
 from tests.support.parts import declared
 from tests.support.ranks import Crew
@@ -105,20 +105,15 @@ def _matrix(rank: int, world: int, folder: str) -> tuple[list[str], set[str]]:
     """Every cut in turn on the first ranks of the crew: all save, then all load what each saved."""
     lines: list[str] = []
     ids = set()
-    groups = {n: dist.new_group(list(range(n))) for n in sorted({cut.world for cut in CUTS})}
-    for loading in (False, True):
-        for number, cut in enumerate(CUTS):
-            dist.barrier()
-            if rank >= cut.world:
+    for loading, number, saved, group in turns(rank, [cut.world for cut in CUTS]):
+        cut = CUTS[number]
+        state = _state(cut, rank, label=not loading)
+        with ckpt.Checkpointer(f"{folder}/{saved}", process_group=group, read_only=loading) as ck:
+            if not loading:
+                ids.add(ck.save(1, state).state_id)
                 continue
-            for saved in range(len(CUTS)) if loading else (number,):
-                state = _state(cut, rank, label=not loading)
-                with ckpt.Checkpointer(f"{folder}/{saved}", process_group=groups[cut.world], read_only=loading) as ck:
-                    if not loading:
-                        ids.add(ck.save(1, state).state_id)
-                        continue
-                    assert ck.load(state) is not None
-                lines += [f"{CUTS[saved]} -> {cut}: {line}" for line in _wrong(state, cut, rank)]
+            assert ck.load(state) is not None
+        lines += [f"{CUTS[saved]} -> {cut}: {line}" for line in _wrong(state, cut, rank)]
     return lines, ids
 
 
