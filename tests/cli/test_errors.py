@@ -15,6 +15,7 @@ import torch
 
 import ckpt
 from ckpt.cli import errors, ls
+from ckpt.cli.main import main
 from tests.cli.commands import run
 from tests.support.ports import free_ports
 
@@ -47,6 +48,12 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 )
 def test_each_kind_of_error_has_a_code(error: BaseException, code: int) -> None:
     assert errors.exit_code(error) == code
+
+
+def test_every_document_is_described() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "cli.md").read_text()
+    made = [name for name, one in main.commands.items() if any(p.name == "as_json" for p in one.params)]
+    assert len(made) >= 8 and [name for name in made if f"\n| `{name}` | " not in text] == []
 
 
 def test_one_line_or_one_document_or_the_trace(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
