@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from ckpt.adapters.capture import Known
-from ckpt.engine.opened import Opened
 from ckpt.geometry import TensorSpec
 from ckpt.state import Vocabulary
+from ckpt.store.opened import Opened
 
 
 def known_from(opened: Opened, vocabulary: Vocabulary | None = None) -> Known:

@@ -15,7 +15,6 @@ from ckpt.engine.digests import Held, digests_of, held_document, parse_held
 from ckpt.engine.group import Group
 from ckpt.engine.merge import declare_tensors, union_of
 from ckpt.engine.mover import held_parts
-from ckpt.engine.opened import Opened
 from ckpt.engine.target import Options, Target, finish, match, match_groups, matches, wanted_by_all
 from ckpt.errors import CorruptCheckpoint, StateInvalid, StateMismatch
 from ckpt.geometry import Box, Catalogue, Holdings, Layout
@@ -24,6 +23,7 @@ from ckpt.state.groups import declare
 from ckpt.state.streams import Streams
 from ckpt.state.values import canonical_json, decode, parse_json
 from ckpt.store.commit import held_digests
+from ckpt.store.opened import Opened
 from ckpt.store.records import Manifest
 
 Copy = tuple[torch.Tensor, torch.Tensor]

@@ -15,7 +15,7 @@ from ckpt.engine import fill
 from ckpt.engine.fill import Filling
 from ckpt.engine.merge import compare_plans
 from ckpt.engine.mover import Move, Mover, elements_of, part_of, read_moves
-from ckpt.engine.opened import Opened, check_objects
+from ckpt.engine.opened import check_objects
 from ckpt.engine.session import Buffers, Done, Phases, Session
 from ckpt.engine.target import Options
 from ckpt.errors import CorruptCheckpoint, StoreError
@@ -24,6 +24,7 @@ from ckpt.native.copies import copy_boxes
 from ckpt.state.captured import Captured
 from ckpt.state.dtypes import opaque
 from ckpt.store.arrays import Arrays
+from ckpt.store.opened import Opened
 from ckpt.store.remedies import OLDER
 
 _BLAME = "stored bytes were swapped, or memory or the exchange is faulty; load again, or an older step"

@@ -2,32 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
-
 from ckpt.engine.session import Session
-from ckpt.errors import CorruptCheckpoint, NothingCommitted
-from ckpt.state.values import Json, canonical_json, parse_json
+from ckpt.errors import CorruptCheckpoint
+from ckpt.state.values import canonical_json, parse_json
 from ckpt.store.arrays import expected_objects, metadata_objects
-from ckpt.store.log import Record, check_format
+from ckpt.store.log import Record, check_format, no_step
 from ckpt.store.objects import NotFound
-from ckpt.store.records import PINNED, Manifest, attempt_prefix, pinned
+from ckpt.store.opened import Opened, parse_opened
+from ckpt.store.records import PINNED, pinned
 from ckpt.store.remedies import OLDER
-
-
-@dataclass(frozen=True)
-class Opened:
-    """record: the commit; manifest: the state; ranks: plain values of each saving rank; run: provenance."""
-
-    record: Record
-    manifest: Manifest
-    ranks: list[Mapping[str, Json]]
-    run: Mapping[str, Any]
-
-    @property
-    def prefix(self) -> str:
-        return attempt_prefix(self.record.claim, self.record.attempt)
 
 
 def open_commit(session: Session, record: Record) -> Opened:
@@ -43,16 +26,7 @@ def open_commit(session: Session, record: Record) -> Opened:
             packet = [pinned(session.store, record, name) for name in PINNED]
     parts = [comm.broadcast(packet[i] if packet else None, "load: manifests") for i in range(len(PINNED))]
     with comm.phase("load: check manifests"):
-        where = f"{session.store.url}/{attempt_prefix(record.claim, record.attempt)}"
-        manifest = Manifest.parse(parts[0], where + "manifest.json")
-        if manifest.state_id != record.document["state_id"]:
-            raise CorruptCheckpoint(f"{where}manifest.json: its state id is not the committed one")
-        ranks = parse_json(parts[1], where + "ranks/manifest.json")
-        run = parse_json(parts[2], where + "run.json")
-        for name, one in (("ranks/manifest.json", ranks), ("run.json", run)):
-            check_format(one, where + name)
-        opened = Opened(record, manifest, ranks["ranks"], run)
-    return opened
+        return parse_opened(record, parts, session.store.url)
 
 
 def check_objects(session: Session, opened: Opened) -> None:
@@ -96,9 +70,3 @@ def pick(session: Session, step: int | None) -> Record | None:
             found = canonical_json(record and [record.number, record.document])
     document = parse_json(session.comm.broadcast(found, "load: pick a step"), "commit record")
     return None if document is None else Record(*document)
-
-
-def no_step(url: str, step: int, lineage: Iterable[Record]) -> NothingCommitted:
-    """The error where a step is not among the commits that there are."""
-    steps = sorted({record.step for record in lineage})
-    return NothingCommitted(f"{url}: no committed step {step}; there are {steps or 'none'}")

@@ -14,7 +14,6 @@ from ckpt.engine.fill import Filling
 from ckpt.engine.group import Group
 from ckpt.engine.merge import Union, check_cover, compare_plans, declare_all, union_of
 from ckpt.engine.mover import Mover, gather_box
-from ckpt.engine.opened import Opened
 from ckpt.engine.session import Phases
 from ckpt.engine.target import Options
 from ckpt.errors import Unsupported
@@ -25,6 +24,7 @@ from ckpt.state.memory import check_disjoint
 from ckpt.state.values import Json
 from ckpt.store.commit import held_digests
 from ckpt.store.log import Record
+from ckpt.store.opened import Opened
 from ckpt.store.records import Manifest
 
 _BLAME = "memory or the exchange is faulty; reshard again, and look at the machines of the ranks that hold it"

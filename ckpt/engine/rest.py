@@ -10,7 +10,7 @@ from itertools import product
 import torch
 
 from ckpt.engine.mover import elements_of
-from ckpt.engine.opened import Opened, open_commit
+from ckpt.engine.opened import open_commit
 from ckpt.engine.session import Session
 from ckpt.engine.stream import Content
 from ckpt.errors import CorruptCheckpoint, StoreError
@@ -19,6 +19,7 @@ from ckpt.geometry.box import Index
 from ckpt.state.dtypes import opaque
 from ckpt.store.arrays import Arrays
 from ckpt.store.log import Record
+from ckpt.store.opened import Opened
 
 _LARGE = 8 << 20  # bytes of a box that is worth memory of its own
 

@@ -10,13 +10,13 @@ import torch
 
 from ckpt.engine import padding
 from ckpt.engine.merge import Union
-from ckpt.engine.opened import Opened
 from ckpt.errors import StateMismatch
 from ckpt.geometry import Holdings
 from ckpt.state import Vocabulary
 from ckpt.state.captured import Captured, LocalTensor, Shard
 from ckpt.state.dtypes import bits, torch_dtype
 from ckpt.state.groups import Declared, check_options, places
+from ckpt.store.opened import Opened
 
 _MOST_NAMES = 10
 

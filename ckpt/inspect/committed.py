@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
-from ckpt.errors import CorruptCheckpoint, StoreError
+from ckpt.errors import StoreError
 from ckpt.inspect.address import Address, find
-from ckpt.state.values import Json, parse_json
 from ckpt.store.arrays import Arrays, context
 from ckpt.store.leases import lease
-from ckpt.store.log import Log, Record, check_format
+from ckpt.store.log import Log, Record
 from ckpt.store.objects import ObjectStore, kvstore_spec
-from ckpt.store.records import Manifest, attempt_prefix, pinned
+from ckpt.store.opened import Opened, parse_opened
+from ckpt.store.records import PINNED, pinned
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 from ckpt.errors import CorruptCheckpoint, NothingCommitted, StoreError
 from ckpt.state.values import canonical_json, parse_json
-from ckpt.store.log import FORMAT, Log, Record, check_format
+from ckpt.store.log import FORMAT, Log, Record, check_format, no_step
 from ckpt.store.objects import NotFound, ObjectStore
 
 MARGIN = 60.0  # seconds by which the clocks of two machines may differ
@@ -133,8 +133,7 @@ def _of_step(log: Log, step: int, url: str) -> Record:
     history = log.read()
     record = history.newest(step)
     if record is None:
-        steps = sorted({r.step for r in history.lineage()})
-        raise NothingCommitted(f"{url}: no committed step {step}; there are {steps or 'none'}")
+        raise no_step(url, step, history.lineage())
     return record
 
 

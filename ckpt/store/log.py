@@ -11,12 +11,12 @@ from __future__ import annotations
 import contextlib
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from ckpt.errors import CkptError, CorruptCheckpoint, Fenced, StoreError
+from ckpt.errors import CkptError, CorruptCheckpoint, Fenced, NothingCommitted, StoreError
 from ckpt.state.values import Json, canonical_json, parse_json
 from ckpt.store.objects import NotFound, ObjectStore
 
@@ -265,6 +265,12 @@ class Log:
         ):
             return f"it refers to {before!r}, which is no earlier commit"
         return None
+
+
+def no_step(url: str, step: int, lineage: Iterable[Record]) -> NothingCommitted:
+    """The error where a step is not among the commits that there are."""
+    steps = sorted({record.step for record in lineage})
+    return NothingCommitted(f"{url}: no committed step {step}; there are {steps or 'none'}")
 
 
 def check_fence(history: History, claim: str, url: str) -> None:

@@ -17,7 +17,7 @@ from ckpt.engine import load as loading
 from ckpt.engine import save as saving
 from ckpt.engine.comm import Comm
 from ckpt.engine.faults import FaultPoint, no_faults
-from ckpt.engine.opened import Opened, open_commit, pick
+from ckpt.engine.opened import open_commit, pick
 from ckpt.engine.session import Session
 from ckpt.engine.surviving import load_surviving
 from ckpt.engine.target import Options
@@ -28,6 +28,7 @@ from ckpt.state.captured import Captured
 from ckpt.store import arrays
 from ckpt.store.log import Log, Record
 from ckpt.store.objects import kvstore_spec, open_store
+from ckpt.store.opened import Opened
 from ckpt.store.retention import Keep
 from ckpt.trainer.background import Background, PendingSave, metrics_address
 from ckpt.trainer.claiming import claim_roots

@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from ckpt.engine.opened import no_step
 from ckpt.engine.session import Session
 from ckpt.errors import (
     CkptError,
@@ -28,7 +27,7 @@ from ckpt.errors import (
 from ckpt.state.values import Json, canonical_json, parse_json
 from ckpt.store.commit import complete_last
 from ckpt.store.leases import stamp
-from ckpt.store.log import History, Log, Origin, Record, check_fence
+from ckpt.store.log import History, Log, Origin, Record, check_fence, no_step
 from ckpt.store.objects import kvstore_spec, open_store, split_url
 from ckpt.store.retention import Keep
 from ckpt.trainer.collecting import Collecting
