@@ -21,7 +21,15 @@ import torch
 from torch.distributed.checkpoint import filesystem, metadata
 
 from ckpt.adapters.foreign.mapped import MappedFiles, MappedPart
-from ckpt.adapters.foreign.restricted import Known, Place, SavedTensor, load_plain, read_archive, read_pickle
+from ckpt.adapters.foreign.restricted import (
+    Known,
+    Place,
+    SavedTensor,
+    check_within,
+    load_plain,
+    read_archive,
+    read_pickle,
+)
 from ckpt.adapters.foreign.sidecar import NAME, Keys, apply_sidecar, read_sidecar, read_tied
 from ckpt.engine.stream import Content
 from ckpt.errors import CkptError, CorruptCheckpoint, StateMismatch, StoreError, Unsupported
@@ -223,12 +231,9 @@ class DcpCheckpoint:
         saved, places = read_archive(archive, where)
         if not isinstance(saved, SavedTensor) or (saved.shape, saved.dtype) != (chunk.box.extent, self._dtypes[key]):
             raise CorruptCheckpoint(f"{where}: the file holds something else than the metadata says")
-        place, size = places[saved.record], saved.dtype.itemsize
-        reach = saved.offset + sum(s * (n - 1) for s, n in zip(saved.stride, saved.shape, strict=True)) + 1
-        if min((saved.offset, *saved.stride)) < 0 or reach * size > place.nbytes:
-            raise CorruptCheckpoint(f"{where}: the elements reach past the end of their storage")
-        if place.crc and self._files.crc32(chunk.file, chunk.offset + place.start, place.nbytes) != place.crc:
-            raise CorruptCheckpoint(f"{where}: the CRC32 of its elements is not the recorded one: the file is damaged")
+        place = places[saved.record]
+        check_within(saved, place, where)
+        self._files.check_crc32(chunk.file, chunk.offset + place.start, place.nbytes, place.crc, where)
         self._found[chunk] = saved, place
         return saved, place
 

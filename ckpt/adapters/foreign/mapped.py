@@ -36,13 +36,16 @@ class MappedFiles:
             )
         return memoryview(mapped)[offset : offset + length]
 
-    def crc32(self, file: str, start: int, nbytes: int) -> int:
-        """CRC-32 of a part that is known to be there."""
+    def check_crc32(self, file: str, start: int, nbytes: int, crc: int, where: str) -> None:
+        """Of a part that is known to be there; a CRC-32 of 0 stands for none. Raises CorruptCheckpoint."""
+        if not crc:
+            return
         mapped, found = self._map(file), 0
         for at in range(start, start + nbytes, _AT_ONCE):
             found = zlib.crc32(memoryview(mapped)[at : min(at + _AT_ONCE, start + nbytes)], found)
             mapped.madvise(mmap.MADV_DONTNEED)
-        return found
+        if found != crc:
+            raise CorruptCheckpoint(f"{where}: the CRC32 of its elements is not the recorded one: the file is damaged")
 
     def copy(
         self, into: torch.Tensor, file: str, start: int, shape: tuple[int, ...], strides: tuple[int, ...], box: Box

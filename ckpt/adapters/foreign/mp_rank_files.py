@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import torch
 
 from ckpt.adapters.foreign.mapped import MappedFiles, MappedPart
-from ckpt.adapters.foreign.restricted import Place, SavedTensor, read_archive
+from ckpt.adapters.foreign.restricted import Place, SavedTensor, check_within, read_archive
 from ckpt.engine.stream import Content
 from ckpt.errors import CorruptCheckpoint, StoreError, Unsupported
 from ckpt.geometry import Box, TensorSpec
@@ -69,14 +69,8 @@ class RankFile:
             if isinstance(value, SavedTensor):
                 if not isinstance(name, str):
                     raise CorruptCheckpoint(f"{self.path}: {name!r} is no name of a tensor")
-                self._check(name, value)
+                check_within(value, self._place(value), f"{self.path}: {name}")
                 yield name, value
-
-    def _check(self, name: str, saved: SavedTensor) -> None:
-        reach = saved.offset + sum(s * (n - 1) for s, n in zip(saved.stride, saved.shape, strict=True)) + 1
-        short = reach * saved.dtype.itemsize > self._place(saved).nbytes and 0 not in saved.shape
-        if min((saved.offset, *saved.stride, *saved.shape)) < 0 or short:
-            raise CorruptCheckpoint(f"{self.path}: {name}: the elements reach past the end of their storage")
 
     def _place(self, saved: SavedTensor) -> Place:
         return self._places[saved.record]
@@ -85,10 +79,7 @@ class RankFile:
         """A box of a tensor. The CRC32 of a storage, which tensors may share, is checked when it is first touched."""
         place, size = self._place(saved), saved.dtype.itemsize
         if saved.record not in self._whole:
-            if place.crc and self._files.crc32(FILE, place.start, place.nbytes) != place.crc:
-                raise CorruptCheckpoint(
-                    f"{self.path}: {name}: the CRC32 of its elements is not the recorded one: the file is damaged"
-                )
+            self._files.check_crc32(FILE, place.start, place.nbytes, place.crc, f"{self.path}: {name}")
             self._whole.add(saved.record)
         found = torch.empty(box.extent, dtype=opaque(size))
         if box.volume:

@@ -138,6 +138,14 @@ class Place:
     crc: int
 
 
+def check_within(saved: SavedTensor, place: Place, where: str) -> None:
+    """Raises CorruptCheckpoint where not all elements of a tensor lie in its storage."""
+    reach = saved.offset + sum(s * (n - 1) for s, n in zip(saved.stride, saved.shape, strict=True)) + 1
+    short = reach * saved.dtype.itemsize > place.nbytes and 0 not in saved.shape
+    if min((saved.offset, *saved.stride, *saved.shape)) < 0 or short:
+        raise CorruptCheckpoint(f"{where}: the elements reach past the end of their storage")
+
+
 @dataclass(frozen=True)
 class _Storage:
     record: str
