@@ -2,75 +2,41 @@
 another clock changes that. Roots are made by real saves of one rank; trees are compared whole. What asks the store for
 more than it does elsewhere runs in a directory and on S3, all else in a directory."""
 
-import contextlib
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import ckpt
 from ckpt.errors import CkptError, CorruptCheckpoint, Fenced
 from ckpt.store.collect import POINTS, Collected, Collector, check_whole, survey, take_over
 from ckpt.store.commit import void
-from ckpt.store.leases import MARGIN, SECONDS, lease, mark, moment, read_leases, stamp, unmark
+from ckpt.store.leases import MARGIN, moment, stamp
 from ckpt.store.log import Log, Record
 from ckpt.store.objects import ObjectStore, open_store
 from ckpt.store.retention import Keep
+from tests.store.retired import (
+    NOW,
+    attempts,
+    collect,
+    collector,
+    data_of,
+    loads,
+    records,
+    save,
+    state,
+    steps,
+    tree,
+)
 from tests.support.roots import Root
-
-NOW = 2_000_000_000.0  # far from the clock of this machine, so that a forgotten use of that shows
-Tree = dict[str, bytes]
-
-
-def state(step: int, **more: Any) -> dict[str, Any]:
-    """An array of its own, a packed one, and a value."""
-    return {
-        "big": torch.full((160, 128), float(step)),
-        "small": torch.arange(3) + step,
-        "loss": 1.0 / (step + 1),
-        **more,
-    }
-
-
-def save(root: Root, *steps: int, **options: Any) -> None:
-    """A job that goes on from the newest commit, saves these steps, and ends."""
-    with ckpt.Checkpointer(root.url, storage_options=root.storage_options, **options) as ck:
-        ck.load(state(0))
-        for step in steps:
-            ck.save(step, state(step))
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Root:
-    return Root(str(tmp_path / "root"))
 
 
 @pytest.fixture
 def store(request: pytest.FixtureRequest) -> ObjectStore:
+    """Of `root` where a test has that, else of `folder`."""
     root: Root = request.getfixturevalue("root" if "root" in request.fixturenames else "folder")
     return open_store(root.url, root.storage_options)
-
-
-def tree(store: ObjectStore, prefix: str = "") -> Tree:
-    with ThreadPoolExecutor(8) as pool:
-        keys = list(store.list(prefix))
-        return dict(zip(keys, pool.map(store.get, keys), strict=True))
-
-
-def data_of(store: ObjectStore, *steps: int) -> Tree:
-    """Every object of the attempts that commits of these steps name."""
-    found: Tree = {}
-    for record in Log(store).read().records:
-        if record.kind == "commit" and record.step in steps:
-            found |= tree(store, f"attempts/{record.claim}/{record.attempt}/")
-    return found
-
-
-def attempts(store: ObjectStore) -> set[str]:
-    return {"/".join(key.split("/")[:3]) + "/" for key in store.list("attempts/")}
 
 
 def leave(store: ObjectStore, claim: str, attempt: str, like: Record) -> str:
@@ -80,35 +46,6 @@ def leave(store: ObjectStore, claim: str, attempt: str, like: Record) -> str:
     for key, data in tree(store, source).items():
         store.put(prefix + key.removeprefix(source), data)
     return prefix
-
-
-def records(store: ObjectStore, kind: str) -> list[Record]:
-    return [r for r in Log(store).read().records if r.kind == kind]
-
-
-def collector(store: ObjectStore, keep: Keep, now: float = NOW, **more: Any) -> Collector:
-    """One with a new claim; what a clock says may be changed with `now`."""
-    log = Log(store)
-    return Collector(store, log, take_over(store, log), keep, clock=lambda: now, **more)
-
-
-def collect(store: ObjectStore, keep: Keep, now: float = NOW, **more: Any) -> Collected:
-    return collector(store, keep, now, **more).run()
-
-
-def steps(root: Root) -> list[int]:
-    with ckpt.Checkpointer(root.url, storage_options=root.storage_options, read_only=True) as ck:
-        return ck.steps()
-
-
-def loads(root: Root, step: int) -> None:
-    with ckpt.Checkpointer(root.url, storage_options=root.storage_options, read_only=True) as ck:
-        live = state(0)
-        assert ck.load(live, step) is not None
-        wanted = state(step)
-        assert live["loss"] == wanted["loss"]
-        for name in ("big", "small"):
-            assert live[name].numpy().tobytes() == wanted[name].numpy().tobytes()
 
 
 def test_what_no_rule_keeps_goes_after_the_grace_and_nothing_else(root: Root, store: ObjectStore) -> None:
@@ -293,114 +230,6 @@ def test_a_commit_that_joins_meanwhile_is_judged_with(folder: Root, store: Objec
         done = Collector(Late(), Log(Late()), claim, Keep(last=2, grace=0), clock=lambda: NOW).run()
     assert acted and done.retired == [] and steps(folder) == [1, 9]
     loads(folder, 1)
-
-
-# --- leases ---
-
-
-def test_a_commit_being_read_stays_until_the_lease_ends(root: Root, store: ObjectStore) -> None:
-    save(root, 1, 2, 3)
-    first = records(store, "commit")[0]
-    keep, whole = Keep(last=1, grace=0), data_of(store, 1)
-    with lease(store, first.number, "load", clock=lambda: NOW):
-        done = collect(store, keep)
-        assert [r.step for r in done.retired] == [2] and steps(root) == [1, 3]
-        assert data_of(store, 1) == whole
-    assert read_leases(store) == []
-    assert [r.step for r in collect(store, keep).retired] == [1] and data_of(store, 1) == {}
-
-
-def test_a_lease_made_before_the_retire_was_seen_keeps_the_data(folder: Root, store: ObjectStore) -> None:
-    """The collector has looked at the leases, then a reader makes one, then the retire lands."""
-    save(folder, 1, 2)
-    first = records(store, "commit")[0]
-    whole = data_of(store, 1)
-    with contextlib.ExitStack() as reading:
-
-        def reader(at: str) -> None:
-            if at == "collect.retired":
-                reading.enter_context(lease(store, first.number, "load", clock=lambda: NOW))
-
-        done = collect(store, Keep(last=1, grace=0), fault=reader)
-        assert [(r.step, why) for r, why in done.waiting] == [(1, "load")]
-        assert data_of(store, 1) == whole
-        assert first.number in Log(store).read().retired  # what a reader looks for once it has its lease
-    collect(store, Keep(last=1, grace=0))
-    assert data_of(store, 1) == {}
-
-
-def test_a_dead_readers_lease_runs_out_by_any_clock_within_the_margin(folder: Root, store: ObjectStore) -> None:
-    save(folder, 1, 2)
-    first = records(store, "commit")[0]
-    keep, whole = Keep(last=1, grace=0), data_of(store, 1)
-    with lease(store, first.number, "load", clock=lambda: NOW) as made:
-        copied = store.get(made.key)
-    store.put(made.key, copied)  # as if the reader had died
-    for ahead in (0.0, MARGIN):  # of a collector's clock, in the last second of the lease
-        collect(store, keep, NOW + SECONDS + ahead)
-        assert data_of(store, 1) == whole and steps(folder) == [1, 2]
-    collect(store, keep, NOW + SECONDS + MARGIN + 1)
-    assert data_of(store, 1) == {} and read_leases(store) == []
-
-
-@pytest.mark.parametrize("ahead", [-MARGIN, 0.0, MARGIN])
-def test_a_clock_within_the_margin_never_shortens_the_grace(folder: Root, store: ObjectStore, ahead: float) -> None:
-    """The clock that retires, against the one that deletes: true seconds since the retire are what counts."""
-    save(folder, 1, 2)
-    keep = Keep(last=1, grace=100)
-    collect(store, keep, NOW)
-    whole = data_of(store, 1)
-    collect(store, keep, NOW + 99 + ahead)
-    assert data_of(store, 1) == whole
-    collect(store, keep, NOW + 101 + 2 * MARGIN + ahead)
-    assert data_of(store, 1) == {}
-
-
-def test_a_renewed_lease_outlives_its_first_term(folder: Root, store: ObjectStore) -> None:
-    save(folder, 1, 2)
-    first, clock, renewed = records(store, "commit")[0], [NOW], threading.Event()
-
-    class Told:
-        url = store.url
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(store, name)
-
-        def put(self, key: str, data: bytes) -> None:
-            store.put(key, data)
-            if stamp(NOW + 1000.5).encode() in data:
-                renewed.set()
-
-    with lease(Told(), first.number, "load", seconds=0.5, clock=lambda: clock[0]):
-        clock[0] = NOW + 1000
-        assert renewed.wait(60)
-        assert collect(store, Keep(last=1, grace=0), NOW + 1000).retired == []
-    assert read_leases(store) == []
-
-
-def test_a_marked_step_stays_for_ever(folder: Root, store: ObjectStore) -> None:
-    save(folder, 1, 2, 3)
-    assert mark(store, Log(store), 1).step == mark(store, Log(store), 1).step == 1
-    assert len(read_leases(store)) == 1
-    assert [r.step for r in collect(store, Keep(last=1, grace=0), NOW * 10).retired] == [2]
-    loads(folder, 1)
-    with pytest.raises(CkptError, match=r"no committed step 2; there are \[1, 3\]"):
-        mark(store, Log(store), 2)
-    unmark(store, Log(store), 1)
-    assert [r.step for r in collect(store, Keep(last=1, grace=0)).retired] == [1]
-
-
-@pytest.mark.parametrize(
-    "bad", [b"{}", b"[]", b"\x00", b'{"commit":"2","expires":null,"format":1}', b'{"commit":2,"expires":7,"format":1}']
-)
-def test_a_lease_that_cannot_be_read_stops_the_collector(folder: Root, store: ObjectStore, bad: bytes) -> None:
-    save(folder, 1, 2)
-    store.put("leases/x.json", bad)
-    running = collector(store, Keep(last=1, grace=0))
-    whole = tree(store)
-    with pytest.raises(CkptError, match=r"leases/x\.json"):
-        running.run()
-    assert tree(store) == whole
 
 
 # --- what must not be lost ---

@@ -1,115 +1,33 @@
-"""The log: gapless, created once, fenced; what its records mean; and a state machine of several claimants against a
-list in memory."""
+"""The log: gapless, created once, fenced, whoever races."""
 
 import itertools
-import json
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-import hypothesis.strategies as st
 import pytest
-from hypothesis import settings
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from ckpt.errors import CkptError, CorruptCheckpoint, Fenced, StoreError
-from ckpt.store.log import History, Log, Record
-from ckpt.store.objects import NotFound, ObjectStore, open_store
-from tests.support.raw import canonical
+from ckpt.errors import CkptError, Fenced, StoreError
+from ckpt.store.log import Log, Record
+from ckpt.store.objects import ObjectStore, open_store
+from tests.store.logs import (
+    Document,
+    MemoryStore,
+    Wrapped,
+    claim,
+    commit,
+    key,
+    settled,
+    stored,
+    unsettled,
+    void,
+    written_as,
+)
 from tests.support.roots import Root
-
-Document = dict[str, Any]
-
-
-def claim(name: str) -> Document:
-    return {"kind": "claim", "claim": name, "host": f"host-of-{name}"}
-
-
-def commit(name: str, attempt: str, step: int, parent: int | None = None) -> Document:
-    pinned = {"state_id": "s", "manifest": "m", "ranks": "r", "run": "p"}
-    return {"kind": "commit", "claim": name, "attempt": attempt, "step": step, "parent": parent, **pinned}
-
-
-def void(name: str, attempt: str) -> Document:
-    return {"kind": "void", "claim": name, "attempt": attempt, "reason": "test"}
-
-
-def retire(name: str, number: int) -> Document:
-    return {"kind": "retire", "claim": name, "commit": number}
-
-
-def key(number: int) -> str:
-    return f"log/{number:012d}.json"
-
-
-def stored(document: Document) -> bytes:
-    return canonical({"format": 1, **document})
-
-
-def unsettled(history: History) -> None:
-    return None
-
-
-def settled(attempt: str) -> Callable[[History], Record | None]:
-    return lambda history: history.outcome(attempt)
-
-
-def written_as(record: Record) -> Document:
-    return {k: v for k, v in record.document.items() if k != "format"}
-
-
-class Wrapped:
-    """A store with some verbs replaced."""
-
-    def __init__(self, store: ObjectStore, **verbs: Callable[..., Any]) -> None:
-        self._store, self._verbs = store, verbs
-
-    def __getattr__(self, name: str) -> Any:
-        return self._verbs.get(name) or getattr(self._store, name)
-
-
-class MemoryStore:
-    """The verbs that a log needs, over a dict. `before_create` is called once, then forgotten."""
-
-    url = "memory://root"
-    blanks = False
-
-    def __init__(self) -> None:
-        self.objects: dict[str, bytes] = {}
-        self.before_create: Callable[[], None] | None = None
-
-    def get(self, key: str) -> bytes:
-        if key not in self.objects:
-            raise NotFound(f"{key}: not found")
-        return self.objects[key]
-
-    def put(self, key: str, data: bytes) -> None:
-        self.objects[key] = data
-
-    def create(self, key: str, data: bytes) -> bool:
-        act, self.before_create = self.before_create, None
-        if act is not None:
-            act()
-        return self.objects.setdefault(key, data) is data
-
-    def list(self, prefix: str = "") -> dict[str, int]:
-        return {k: len(v) for k, v in sorted(self.objects.items()) if k.startswith(prefix)}
-
-    def delete(self, keys: Iterable[str]) -> None:
-        for k in keys:
-            self.objects.pop(k, None)
-
-    def sync(self, *prefixes: str) -> None:
-        pass
-
-
-@pytest.fixture
-def store(root: Root) -> ObjectStore:
-    return open_store(root.url, root.storage_options)
 
 
 @pytest.fixture
@@ -379,245 +297,3 @@ def test_a_commit_that_races_a_claim_lands_before_it_or_not_at_all(root: Root, s
             assert [(r.kind, r.claim) for r in records[-2:]] == [("claim", mine), ("claim", theirs)]
         else:
             assert [(r.kind, r.claim) for r in records[-2:]] == [("commit", mine), ("claim", theirs)]
-
-
-# --- What is refused ---
-
-
-def put(store: ObjectStore, *documents: Document | bytes) -> None:
-    for number, document in enumerate(documents, 1):
-        store.put(key(number), document if isinstance(document, bytes) else stored(document))
-
-
-def test_a_gap_names_the_lost_record(store: ObjectStore) -> None:
-    put(store, claim("a"), commit("a", "x", 1), commit("a", "y", 2, 2), claim("b"))
-    store.delete([key(2)])
-    log = Log(store)
-    for _ in range(2):  # not even the second time is the part before the gap taken for all
-        with pytest.raises(CorruptCheckpoint, match=r"log/000000000002\.json.*missing, though log/000000000004\.json"):
-            log.read()
-    store.delete([key(1)])
-    with pytest.raises(CorruptCheckpoint, match=r"log/000000000001\.json.*missing"):
-        Log(store).read()
-
-
-def test_a_listing_that_misses_a_record_is_no_gap(store: ObjectStore) -> None:
-    """A directory that is listed while others append may show a record and not the one before it."""
-    put(store, claim("a"), commit("a", "x", 1), claim("b"))
-    partial: Any = Wrapped(store, list=lambda prefix: {key(3): 1})
-    assert Log(partial).read().last == 3
-
-
-@pytest.mark.parametrize("name", ["readme.txt", "000000000002.json.bak", "2.json", "000000000000.json", "x/y.json"])
-def test_a_foreign_file_in_the_log_is_named(store: ObjectStore, name: str) -> None:
-    put(store, claim("a"))
-    store.put(f"log/{name}", b"{}")
-    with pytest.raises(CorruptCheckpoint, match=f"{name}: a foreign file in the log"):
-        Log(store).read()
-
-
-GOOD = commit("a", "x", 1)
-
-BAD: dict[str, tuple[bytes, str]] = {
-    "empty": (b"", "not a canonical JSON"),
-    "cut off": (stored(GOOD)[:-9], "not a canonical JSON"),
-    "not JSON": (b"\xff\xfe", "not a canonical JSON"),
-    "spaces": (json.dumps({"format": 1, **GOOD}, sort_keys=True).encode(), "canonical"),
-    "order": (json.dumps({"zzz": 0, "format": 1, **GOOD}, separators=(",", ":")).encode(), "canonical"),
-    "twice the same key": (stored(GOOD)[:-1] + b',"step":1}', "canonical"),
-    "newline": (stored(GOOD) + b"\n", "canonical"),
-    "a list": (b"[]", "not an object"),
-    "no kind": (stored({"claim": "a"}), "its kind is None"),
-    "unknown kind": (stored({**GOOD, "kind": "pin"}), "its kind is 'pin'"),
-    "no claim": (stored({k: v for k, v in GOOD.items() if k != "claim"}), "claim of a commit is None"),
-    "no attempt": (stored({k: v for k, v in GOOD.items() if k != "attempt"}), "attempt of a commit is None"),
-    "no manifest": (stored({k: v for k, v in GOOD.items() if k != "manifest"}), "manifest of a commit is None"),
-    "step is text": (stored({**GOOD, "step": "1"}), "step of a commit is '1'"),
-    "step is true": (stored({**GOOD, "step": True}), "step of a commit is True"),
-    "parent to come": (stored({**GOOD, "parent": 2}), "no earlier commit"),
-    "parent zero": (stored({**GOOD, "parent": 0}), "no earlier commit"),
-    "parent is text": (stored({**GOOD, "parent": "1"}), "no earlier commit"),
-    "parent is a claim": (stored({**GOOD, "parent": 1}), "no earlier commit"),
-    "retires a claim": (stored(retire("a", 1)), "no earlier commit"),
-    "retires nothing": (stored({"kind": "retire", "claim": "a"}), "commit of a retire is None"),
-}
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_a_malformed_record_is_refused_by_name(name: str) -> None:
-    data, why = BAD[name]
-    store = MemoryStore()
-    put(store, claim("a"), data)
-    with pytest.raises(CorruptCheckpoint, match=rf"memory://root/log/000000000002\.json: .*{why}"):
-        Log(store).read()
-    log = Log(store)
-    log._records = list(_read(claim("a")).records)  # as one that read before the damage
-    with pytest.raises(CorruptCheckpoint, match=why):
-        log.append_fenced("a", GOOD, settled("x"))
-
-
-@pytest.mark.parametrize("version", [2, 0, None, "1", True])
-def test_another_format_version_asks_for_another_ckpt(version: Any) -> None:
-    store = MemoryStore()
-    put(store, claim("a"), canonical({**GOOD, "kind": "a kind to come", "format": version}))
-    with pytest.raises(CkptError, match=rf"000000000002\.json: format version {version!r}; .* use a newer ckpt"):
-        Log(store).read()
-
-
-# --- What a log means ---
-
-
-def _read(*documents: Document) -> History:
-    store = MemoryStore()
-    put(store, *documents)
-    return Log(store).read()
-
-
-def test_the_lineage_follows_parents_from_the_newest_commit() -> None:
-    history = _read(
-        claim("a"),
-        commit("a", "s1", 1),
-        commit("a", "s2", 2, 2),
-        commit("a", "s3", 3, 3),
-        claim("b"),  # goes back to step 2 and trains on from there
-        commit("b", "t3", 3, 3),
-        void("b", "t4"),
-        commit("b", "t5", 5, 6),
-    )
-    assert [r.attempt for r in history.lineage()] == ["t5", "t3", "s2", "s1"]
-    assert history.newest() == history.records[7]
-    assert history.newest(3) == history.records[5]  # and not the step 3 that was left behind
-    assert history.newest(2) == history.records[2]
-    assert history.newest(4) is None
-    assert [_read(*map(written_as, history.records[:n])).lineage()[:1] for n in (0, 1)] == [[], []]
-
-
-def test_of_one_step_saved_twice_the_newer_counts() -> None:
-    history = _read(claim("a"), commit("a", "x", 7), commit("a", "y", 7, 2))
-    assert [r.attempt for r in history.lineage()] == ["y", "x"]
-    assert history.newest(7) == history.records[2]
-
-
-def test_a_retired_commit_is_passed_over_and_its_ancestors_are_not() -> None:
-    commits = [claim("a"), commit("a", "s1", 1), commit("a", "s2", 2, 2), commit("a", "s3", 3, 3)]
-    middle = _read(*commits, retire("a", 3))
-    assert [r.step for r in middle.lineage()] == [3, 1]
-    assert middle.newest(2) is None
-    newest = _read(*commits, retire("a", 4))
-    assert [r.step for r in newest.lineage()] == [2, 1]
-    everything = _read(*commits, *(retire("a", n) for n in (2, 3, 4)))
-    assert everything.lineage() == [] and everything.newest() is None
-
-
-def test_a_job_that_starts_from_nothing_begins_a_lineage_of_its_own() -> None:
-    history = _read(claim("a"), commit("a", "s1", 1), claim("b"), commit("b", "t1", 1))
-    assert [r.attempt for r in history.lineage()] == ["t1"]
-    assert _read(*map(written_as, history.records), retire("b", 4)).lineage() == [history.records[1]]
-
-
-# --- Several claimants, in any order, with a rival in the middle of an append ---
-
-WHO = st.integers(0, 2)
-PICK = st.none() | st.integers(0, 99)
-RIVAL = st.none() | st.tuples(WHO, st.booleans())  # who, and whether it claims
-
-
-class Claimants(RuleBasedStateMachine):
-    """Three processes with a log each, as stale as it comes, against a list of documents. A rival may act at the worst
-    moment, just before the record of another is created."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.store = MemoryStore()
-        self.logs = [Log(self.store) for _ in range(3)]
-        self.held: list[str | None] = [None] * 3
-        self.model: list[Document] = []
-        self.names = itertools.count()
-
-    def name(self) -> str:
-        return f"n{next(self.names)}"
-
-    def holder(self) -> str | None:
-        return next((d["claim"] for d in reversed(self.model) if d["kind"] == "claim"), None)
-
-    def commits(self) -> list[int]:
-        return [n for n, d in enumerate(self.model, 1) if d["kind"] == "commit"]
-
-    def claim_anew(self, who: int) -> None:
-        self.held[who] = name = self.name()
-        self.logs[who].claim(claim(name))
-        self.model.append(claim(name))
-
-    def append(self, who: int, document: Document, rival: tuple[int, bool] | None = None) -> None:
-        """Appends for `who`, and checks that it lands exactly when nobody has claimed since."""
-        mine = document["claim"]
-        if rival is not None and rival[0] != who and mine == self.holder():
-            self.store.before_create = lambda: self.intrude(*rival)
-        try:
-            record = self.logs[who].append_fenced(mine, document, unsettled)
-        except Fenced:
-            assert mine != self.holder()
-        else:
-            assert mine == self.holder()
-            self.model.append(document)
-            assert record.number == len(self.model)
-
-    def intrude(self, who: int, claims: bool) -> None:
-        if claims or self.held[who] is None:
-            self.claim_anew(who)
-        else:
-            self.append(who, void(self.held[who] or "", self.name()))
-
-    @initialize()
-    def somebody_claims(self) -> None:
-        self.claim_anew(0)
-
-    @rule(who=WHO)
-    def claims(self, who: int) -> None:
-        self.claim_anew(who)
-
-    @rule(who=WHO, step=st.integers(0, 3), parent=PICK, rival=RIVAL)
-    def commits_an_attempt(self, who: int, step: int, parent: int | None, rival: tuple[int, bool] | None) -> None:
-        earlier = self.commits()
-        follows = earlier[parent % len(earlier)] if earlier and parent is not None else None
-        if self.held[who] is not None:
-            self.append(who, commit(self.held[who] or "", self.name(), step, follows), rival)
-
-    @rule(who=WHO, rival=RIVAL)
-    def voids_an_attempt(self, who: int, rival: tuple[int, bool] | None) -> None:
-        if self.held[who] is not None:
-            self.append(who, void(self.held[who] or "", self.name()), rival)
-
-    @precondition(lambda self: self.commits())
-    @rule(who=WHO, which=st.integers(0, 99), rival=RIVAL)
-    def retires_a_commit(self, who: int, which: int, rival: tuple[int, bool] | None) -> None:
-        if self.held[who] is not None:
-            self.append(who, retire(self.held[who] or "", self.commits()[which % len(self.commits())]), rival)
-
-    @rule(who=WHO)
-    def reads(self, who: int) -> None:
-        assert [written_as(r) for r in self.logs[who].read().records] == self.model
-
-    @rule(who=WHO)
-    def loses_its_memory(self, who: int) -> None:
-        self.logs[who] = Log(self.store)
-
-    @invariant()
-    def the_store_holds_the_model_and_means_the_same(self) -> None:
-        assert self.store.objects == {key(n): stored(d) for n, d in enumerate(self.model, 1)}
-        last: str | None = None
-        for document in self.model:
-            last = document["claim"] if document["kind"] == "claim" else last
-            assert document["claim"] == last
-        retired = {d["commit"] for d in self.model if d["kind"] == "retire"}
-
-        def chain(number: int | None) -> list[int]:
-            return [] if number is None else [number, *chain(self.model[number - 1]["parent"])]
-
-        newest = max((n for n in self.commits() if n not in retired), default=None)
-        found = [r.number for r in Log(self.store).read().lineage()]
-        assert found == [n for n in chain(newest) if n not in retired]
-
-
-Claimants.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
-TestClaimants = Claimants.TestCase
