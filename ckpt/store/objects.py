@@ -197,15 +197,14 @@ def create_same(store: ObjectStore, key: str, data: bytes) -> None:
     """Creates an object that whoever creates it would write the same. Raises CorruptCheckpoint where it is there with
     other content, StoreError where it cannot be written."""
     try:
-        created = store.create(key, data)
-    except StoreError:
-        created = False
-    if created:
-        return
-    try:
+        if store.create(key, data):
+            return
         found = store.get(key)
-    except NotFound:
-        found = b""
+    except StoreError as error:  # whether it was created may be unknown
+        try:
+            found = store.get(key)
+        except NotFound:
+            raise error from None
     if not found and data:
         store.put(key, data)
     elif found != data:

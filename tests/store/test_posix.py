@@ -9,7 +9,7 @@ import pytest
 
 from ckpt.errors import StoreError
 from ckpt.store import posix
-from ckpt.store.objects import NotFound, kvstore_spec, open_store
+from ckpt.store.objects import NotFound, create_same, kvstore_spec, open_store
 
 
 def test_put_and_create_are_durable_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,3 +173,21 @@ def test_file_urls() -> None:
     ):
         with pytest.raises(StoreError):
             open_store(url)
+
+
+def test_a_create_that_fails_is_an_error_unless_the_object_is_there(tmp_path: Path) -> None:
+    class Failing(posix.PosixStore):
+        stored = False
+
+        def create(self, key: str, data: bytes) -> bool:
+            if self.stored:
+                super().create(key, data)
+            raise StoreError(f"{key}: out of luck")
+
+    store = Failing(str(tmp_path))
+    with pytest.raises(StoreError, match="a: out of luck"):
+        create_same(store, "a", b"data")
+    assert store.list("") == {}
+    store.stored = True
+    create_same(store, "a", b"data")
+    assert store.get("a") == b"data"
