@@ -3,9 +3,10 @@
     ./tools/gpu_check --out gpu.md      on a machine with a CUDA GPU, where it takes less than four minutes
     ./tools/gpu_check --host --quick    a self-check of this tool: the host kernels against the reference twins
 
-On a GPU every kernel of cuda_ext/ runs on the device and is compared with its host twin from the same library. The
-library is built into build/gpu_check/ (with CMake, or else with nvcc alone), or given by --library. Only torch and
-NumPy are needed, and ckpt need not be installed.
+On a GPU every kernel of cuda_ext/ runs on the device and is compared with its host twin from the same library; then
+states on the device are staged in host memory, as asynchronous saves do it. The library is built into build/gpu_check/
+(with CMake, or else with nvcc alone), or given by --library. Only torch and NumPy are needed, and ckpt need not be
+installed.
 
 Exit codes: 0 all bits are equal, 1 some differ or a kernel fails, 2 usage, 3 no GPU or no torch, 4 no library could be
 built or opened.
@@ -53,12 +54,16 @@ def main(arguments: list[str] | None = None) -> int:
     from tools.gpu_check_cases import check_bits
     from tools.gpu_check_sides import NativeSide, ReferenceSide
     from tools.gpu_check_speed import Sizes, measure, table
+    from tools.gpu_check_staging import staging_rows
 
     device = torch.device("cpu") if args.host else torch.device("cuda", torch.cuda.current_device())
     tested = NativeSide(library, device)
     twin = ReferenceSide() if args.host else NativeSide(library, torch.device("cpu"))
     rows = check_bits(tested, twin, args.quick, _say)
-    rows += measure(tested, twin, Sizes.of(device, args.quick), _say)
+    sizes = Sizes.of(device, args.quick)
+    rows += measure(tested, twin, sizes, _say)
+    _say("staging")
+    rows += staging_rows(device, sizes)
     text = table(rows)
     print(text)
     if args.out:

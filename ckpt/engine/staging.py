@@ -24,6 +24,7 @@ from ckpt.errors import StateMismatch, Unsupported
 from ckpt.fingerprint import ZERO, add, box_digests
 from ckpt.geometry import Box, TensorSpec
 from ckpt.native.copies import copy_boxes
+from ckpt.native.pinned import Pinned
 from ckpt.state.captured import Captured, Shard
 from ckpt.state.dtypes import STORED, opaque
 from ckpt.state.groups import Group, declare
@@ -38,7 +39,8 @@ _Piece: TypeAlias = tuple[str, int, Shard, torch.Tensor]  # tensor, which shard 
 
 
 class SharedMemory:
-    """Host memory that grows and can be handed to another process by its file descriptor."""
+    """Host memory that grows and can be handed to another process by its file descriptor. Pinned once a tensor on a
+    CUDA device is to be copied there."""
 
     def __init__(self) -> None:
         """Raises Unsupported where the system has no anonymous shared memory."""
@@ -47,21 +49,35 @@ class SharedMemory:
         self.fd = os.memfd_create("ckpt-staging", os.MFD_CLOEXEC)
         self.size = 0
         self._bytes = torch.empty(0, dtype=torch.uint8)
+        self._pinned: Pinned | None = None
 
-    def take(self, nbytes: int) -> torch.Tensor:
-        """This many bytes (uint8) from the start: what earlier calls gave is part of it, with its content."""
+    def take(self, nbytes: int, pinned: bool = False) -> torch.Tensor:
+        """This many bytes (uint8) from the start: what earlier calls gave is part of it, with its content.
+
+        pinned: that devices copy there; it stays so for later calls."""
+        pinned = pinned or self._pinned is not None
         if nbytes > self.size:
+            self._unpin()
             self.size = -(-nbytes // _GROW) * _GROW
             os.ftruncate(self.fd, self.size)
             self._bytes = map_memory(self.fd, self.size)
+        if pinned and self._pinned is None and self.size:
+            self._pinned = Pinned(self._bytes)
         return self._bytes[:nbytes]
 
     def close(self) -> None:
         """Frees this process's hold on the memory, once no tensor refers to it."""
+        self._unpin()
         self._bytes = torch.empty(0, dtype=torch.uint8)
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+
+    def _unpin(self) -> None:
+        """Before the memory is unmapped, as CUDA wants it."""
+        pinned, self._pinned = self._pinned, None
+        if pinned is not None:
+            pinned.release()
 
 
 def map_memory(fd: int, size: int) -> torch.Tensor:
@@ -115,7 +131,8 @@ class Staging:
             "values": values,
             "per_rank": per_rank,
         }
-        self._target = memory.take(self.nbytes)
+        on_device = any(s.view.is_cuda for t in captured.tensors.values() for s in t.shards)
+        self._target = memory.take(self.nbytes, pinned=on_device)
         self._copy(lambda shard: not later(shard))
 
     def finish(self) -> Staged:

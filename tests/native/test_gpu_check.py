@@ -45,7 +45,7 @@ def test_right_host_kernels_pass(library: Library, tmp_path: Path) -> None:
     out = tmp_path / "table.md"
     done = run("--host", "--quick", "--library", str(library.path), "--out", str(out))
     assert done.returncode == gpu_check.EQUAL, done.stderr
-    for kernel in [*KERNELS, "ckpt", "torch copy_"]:
+    for kernel in [*KERNELS, "ckpt", "staging", "torch copy_"]:
         assert f"\n| {kernel} |" in done.stdout
     assert "DIFFERENT" not in done.stdout + done.stderr
     assert out.read_text().endswith(f"\n\n{done.stdout}")
