@@ -14,17 +14,25 @@ from tests.support.roots import Root
 LOAD_POINTS = [p for p in POINTS if p.startswith("load.")]
 
 
-def slow_loader(root: Root, hold: Callable[[Gate], Job]) -> tuple[Any, Any, list[int]] | None:
-    """A job has saved step 1. A second one is held in its load, while the first saves step 2, and a third loads and
-    saves step 23. Returns what the load and the save of step 2 gave, and the steps."""
-    first = Job(root)
+def held(root: Root, hold: Callable[[Gate], Job]) -> tuple[Job, Job, Gate, Aside] | None:
+    """A job that has saved step 1, and a second one that is held in its load of that; None where it was not held."""
+    first, gate = Job(root), Gate()
     first.save(1)
-    gate = Gate()
     second = hold(gate)
     aside = Aside(second.load)
     if not aside.held_at(gate):
         assert aside.join() == 1
         return None
+    return first, second, gate, aside
+
+
+def slow_loader(root: Root, hold: Callable[[Gate], Job]) -> tuple[Any, Any, list[int]] | None:
+    """A job has saved step 1. A second one is held in its load, while the first saves step 2, and a third loads and
+    saves step 23. Returns what the load and the save of step 2 gave, and the steps."""
+    found = held(root, hold)
+    if found is None:
+        return None
+    first, second, gate, aside = found
     second_commit = _outcome(lambda: first.save(2))
     gate.open()
     loaded = aside.join()
@@ -37,14 +45,10 @@ def slow_loader(root: Root, hold: Callable[[Gate], Job]) -> tuple[Any, Any, list
 def overtaken_loader(root: Root, hold: Callable[[Gate], Job]) -> tuple[Any, list[int]] | None:
     """A job has saved step 1. A second one is held in its load, while a third loads and saves step 33; then the second
     goes on, and tries to save."""
-    first = Job(root)
-    first.save(1)
-    gate = Gate()
-    second = hold(gate)
-    aside = Aside(second.load)
-    if not aside.held_at(gate):
-        assert aside.join() == 1
+    found = held(root, hold)
+    if found is None:
         return None
+    first, second, gate, aside = found
     third = Job(root)
     assert third.load() == 1
     third.save(33)
@@ -67,12 +71,14 @@ def _outcome(act: Callable[[], Any]) -> Any:
         return error
 
 
+def holding_at(root: Root, point: str) -> Callable[[Gate], Job]:
+    """Makes a job that is held at a named point."""
+    return lambda gate: Job(root, faults=lambda p: gate.pass_through() if p == point else None)
+
+
 @pytest.mark.parametrize("point", LOAD_POINTS)
 def test_a_slow_loader_has_fenced_the_job_before_it_from_its_claim_on(root: Root, point: str) -> None:
-    def hold(gate: Gate) -> Job:
-        return Job(root, faults=lambda p: gate.pass_through() if p == point else None)
-
-    found = slow_loader(root, hold)
+    found = slow_loader(root, holding_at(root, point))
     assert found is not None
     loaded, save_of_first, steps = found
     assert isinstance(save_of_first, ckpt.Fenced)
@@ -81,10 +87,7 @@ def test_a_slow_loader_has_fenced_the_job_before_it_from_its_claim_on(root: Root
 
 @pytest.mark.parametrize("point", LOAD_POINTS)
 def test_a_slow_loader_that_was_overtaken_loads_sound_bits_and_may_not_save(root: Root, point: str) -> None:
-    def hold(gate: Gate) -> Job:
-        return Job(root, faults=lambda p: gate.pass_through() if p == point else None)
-
-    found = overtaken_loader(root, hold)
+    found = overtaken_loader(root, holding_at(root, point))
     assert found is not None
     loaded, steps = found
     # At load.claimed it has not looked yet: it reads the newest there is, though it is fenced.

@@ -19,26 +19,6 @@ from tests.support.raw import attempt_folder, forge_commit, tree
 from tests.support.roots import Root
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Root:
-    """Steps 1 to 3, in a folder that no test changes."""
-    root = Root(str(tmp_path_factory.mktemp("made") / "root"))
-    save(root, 1, 2, 3)
-    return root
-
-
-@pytest.fixture
-def source(made: Root, tmp_path: Path) -> Root:
-    """The same, to be changed."""
-    shutil.copytree(made.url, tmp_path / "source")
-    return Root(str(tmp_path / "source"))
-
-
-@pytest.fixture
-def there(tmp_path: Path) -> Root:
-    return Root(str(tmp_path / "there"))
-
-
 def test_a_copy_is_whole_and_needs_its_original_no_more(source: Root, root: Root, tmp_path: Path) -> None:
     done = copy(source, 2, root)
     assert done.fresh and done.found == 0 and done.source.step == 2

@@ -4,7 +4,6 @@ import json
 import multiprocessing
 import os
 import random
-import shutil
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,29 +14,9 @@ import pytest
 from ckpt.errors import CorruptCheckpoint
 from ckpt.store.copying import POINTS, Side, claim_for_copies, copy_commit
 from ckpt.store.objects import ObjectStore
-from tests.store.copies import PINNED, commits, copy, loads, save, side, steps
+from tests.store.copies import PINNED, commits, copy, loads, side, steps
 from tests.support.raw import attempt_folder, forge_commit, forge_pinned, objects_of
 from tests.support.roots import Root
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Root:
-    """Steps 1 to 3, in a folder that no test changes."""
-    root = Root(str(tmp_path_factory.mktemp("made") / "root"))
-    save(root, 1, 2, 3)
-    return root
-
-
-@pytest.fixture
-def source(made: Root, tmp_path: Path) -> Root:
-    """The same, to be changed."""
-    shutil.copytree(made.url, tmp_path / "source")
-    return Root(str(tmp_path / "source"))
-
-
-@pytest.fixture
-def there(tmp_path: Path) -> Root:
-    return Root(str(tmp_path / "there"))
 
 
 def flip(file: Path, at: int) -> None:
