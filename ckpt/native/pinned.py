@@ -1,4 +1,4 @@
-"""Host memory of our own, pinned for CUDA: what is copied there from a device goes by DMA, without a pageable detour."""
+"""Host memory pinned for CUDA: what is copied there from a device goes by DMA, without a pageable detour."""
 
 from __future__ import annotations
 
