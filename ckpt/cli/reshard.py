@@ -138,7 +138,7 @@ def reshard(
     Megatron Core), hf (safetensors) and ranks (a safetensors file for each rank of the layout --to), in folders;
     mp_rank (a file for each rank, of an older Megatron) is read. Ours needs no target layout: any layout loads it.
 
-    Called again after a kill it goes on where it was; ranks alone start anew. Under torchrun processes share the work.
+    Called again after a kill it goes on where it was. Under torchrun processes share the work.
 
     Exit codes: as those of ckpt.
     """

@@ -36,6 +36,8 @@ for form in ("dcp", "megatron"):
     OUTPUTS[form] = partial(OUTPUTS[form], file_bytes=1 << 20)
 OUTPUTS["hf"] = partial(OUTPUTS["hf"], piece_bytes=1 << 20)
 reshard.write_pieces = partial(reshard.write_pieces, faults=fault)
+reshard.write_ranks = partial(reshard.write_ranks, faults=fault)
+reshard.band_for = lambda memory, jobs: 1 << 20
 reshard.reshard()
 """
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -62,6 +64,23 @@ def finished(folder: Path) -> dict[str, tuple[int, int]]:
     """Inode and time of the record of each finished piece."""
     found = {p.name: p.stat() for p in (folder / "out" / WORK / "pieces").glob("*.json")}
     return {name: (stat.st_ino, stat.st_mtime_ns) for name, stat in found.items()}
+
+
+@pytest.mark.ranks
+def test_the_same_command_into_ranks_goes_on(root: Path, tmp_path: Path) -> None:
+    arguments = [root, "out", "--format", "ranks", "--to", "tp=2", "--shard", "*=0:tp", "--json"]
+    (tmp_path / "limit").write_text("6")
+    killed = call(tmp_path, *arguments, torchrun=True)
+    assert killed.returncode == 1, killed.stderr
+    before = finished(tmp_path)
+    assert len(before) >= 6 and not list((tmp_path / "out").glob("rank_*"))
+    (tmp_path / "limit").unlink()
+    done = call(tmp_path, *arguments, "--jobs", 2, "--verify", torchrun=False)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)["destination"]
+    assert told["state_id"] == told["read_again"] == committed(root).content.state_id
+    fresh = run(root, tmp_path / "fresh", "--format", "ranks", "--to", "tp=2", "--shard", "*=0:tp")
+    assert fresh.exit_code == 0 and tree(tmp_path / "out") == tree(tmp_path / "fresh")
 
 
 @pytest.mark.ranks

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ckpt.adapters.foreign.into import conversion_id
-from ckpt.adapters.foreign.witness import Witness
+from ckpt.adapters.foreign.witness import Witness, parse_seen, seen_document
 from ckpt.adapters.foreign.work_folder import STAYS, WorkFolder
 from ckpt.engine.comm import Comm
 from ckpt.engine.faults import FaultPoint, no_faults
@@ -30,8 +30,6 @@ from ckpt.engine.group import Group
 from ckpt.engine.sharing import share
 from ckpt.engine.stream import Advance, Source
 from ckpt.errors import CkptError, RankFailed, StoreError
-from ckpt.fingerprint import from_hex, to_hex
-from ckpt.geometry import Box
 from ckpt.state.values import Json, canonical_json, parse_json
 
 PIECE = 64 << 20  # bytes of the state in one, at most, or one slab
@@ -136,7 +134,7 @@ def write_pieces(
     group = group or Comm(timeout=_DAY)
     plan = output.plan
     work = WorkFolder(folder, _identity(plan, source), plan.files, plan.further, plan.last)
-    with _discarding(work, group):
+    with discarding(work, group):
         found: bytes | None = None
         with group.phase("files: begin"):
             if group.rank == 0:
@@ -145,7 +143,7 @@ def write_pieces(
         there = parse_json(group.broadcast(found, "files: begin"), "files: begin")
         with group.phase("files: check"):
             mine = {n: work.kept(n, plan.pieces[n].file) for n in _mine(plan, there, group)}
-        done = _everyones({n: record for n, record in mine.items() if record is not None}, group)
+        done = everyones({n: record for n, record in mine.items() if record is not None}, group)
         if group.rank == 0:
             advance(sum(plan.pieces[n].counts for n in done))
         left = [n for n in range(len(plan.pieces)) if n not in done]
@@ -155,7 +153,7 @@ def write_pieces(
                 written[number] = _write(output, number, source, work)
                 advance(plan.pieces[number].counts)
                 faults("files.piece")
-        done |= _everyones(written, group)
+        done |= everyones(written, group)
         state_id: bytes | None = None
         with group.phase("files: finish"):
             if group.rank == 0:
@@ -164,15 +162,18 @@ def write_pieces(
 
 
 def _identity(plan: Plan, source: Source) -> str:
-    """The same for the same bits, written in the same way."""
     pieces = [[p.file, p.start, p.reads] for p in plan.pieces]
+    return output_id(source, [plan.form, plan.options, pieces, list(plan.further), plan.last])
+
+
+def output_id(source: Source, told: Json) -> str:
+    """Tells one output from others: the same for the same bits, written in the way that `told` says."""
     step = -1 if source.content.step is None else source.content.step
-    told = [_VERSION, conversion_id(source, step), plan.form, plan.options, pieces, list(plan.further), plan.last]
-    return hashlib.sha256(canonical_json(told)).hexdigest()
+    return hashlib.sha256(canonical_json([_VERSION, conversion_id(source, step), told])).hexdigest()
 
 
 @contextlib.contextmanager
-def _discarding(work: WorkFolder, group: Group) -> Iterator[None]:
+def discarding(work: WorkFolder, group: Group) -> Iterator[None]:
     """A state that turns out to be damaged leaves nothing; what can be mended outside leaves what is done."""
     try:
         yield
@@ -187,7 +188,7 @@ def _mine(plan: Plan, numbers: Sequence[int], group: Group) -> list[int]:
     return [numbers[n] for n in share([plan.pieces[n].reads for n in numbers], group.world)[group.rank]]
 
 
-def _everyones(records: Mapping[int, Any], group: Group) -> dict[int, Any]:
+def everyones(records: Mapping[int, Any], group: Group) -> dict[int, Any]:
     """Collective: the records of all processes, by piece."""
     told = canonical_json([[number, record] for number, record in records.items()])
     everyone = group.all_gather(told, "files: records")
@@ -204,8 +205,13 @@ def _write(output: Output, number: int, source: Source, work: WorkFolder) -> dic
         out.sync()
     finally:
         os.close(opened)
-    seen = [[name, list(box.offset), list(box.extent), to_hex(digest)] for name, box, digest in witness.seen]
-    record = {"start": piece.start, "bytes": out.nbytes, "sha256": out.digest, "seen": seen, "told": told}
+    record = {
+        "start": piece.start,
+        "bytes": out.nbytes,
+        "sha256": out.digest,
+        "seen": seen_document(witness.seen),
+        "told": told,
+    }
     work.record(number, record)
     return record
 
@@ -214,7 +220,7 @@ def _finish(output: Output, source: Source, work: WorkFolder, records: Sequence[
     whole = Witness(source)
     sizes = dict.fromkeys(output.plan.files, 0)
     for piece, record in zip(output.plan.pieces, records, strict=True):
-        whole.add((n, Box(tuple(o), tuple(e)), from_hex(d)) for n, o, e, d in record["seen"])
+        whole.add(parse_seen(record["seen"]))
         sizes[piece.file] = max(sizes[piece.file], record["start"] + record["bytes"])
     state_id = whole.state_id()
     further = output.further(state_id, [record["told"] for record in records], work.path)

@@ -2,39 +2,43 @@
 
 The state is read in bands, runs of a tensor that lie together in row-major order. What a rank has of a band lies
 together in its file too, in one stretch or a few, so each band goes out in few writes and nothing larger is held.
+
+A run of bands that is done leaves a record with the bands' digests in the target's work folder. Who goes on after a
+kill takes them from the files again and compares: so nothing need be on the device before the end.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import math
 import os
-import shutil
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 
-from ckpt.adapters.foreign.folders import new_folder
 from ckpt.adapters.foreign.mapped import OPEN
+from ckpt.adapters.foreign.pieces import discarding, everyones, output_id
 from ckpt.adapters.foreign.rank_files import Entry, RankFile, file_name
 from ckpt.adapters.foreign.sidecar import NAME, sidecar
 from ckpt.adapters.foreign.slabs import slabs
-from ckpt.adapters.foreign.witness import Witness
-from ckpt.adapters.foreign.work_folder import sync
+from ckpt.adapters.foreign.witness import Witness, parse_seen, seen_document
+from ckpt.adapters.foreign.work_folder import STAYS, WorkFolder
+from ckpt.engine.faults import FaultPoint, no_faults
 from ckpt.engine.group import Group
 from ckpt.engine.sharing import in_threads, share
 from ckpt.engine.stream import Advance, Source
-from ckpt.errors import CorruptCheckpoint, StoreError
-from ckpt.fingerprint import from_hex, to_hex
+from ckpt.errors import StoreError
+from ckpt.fingerprint import Digest, box_digests
 from ckpt.geometry import Box, TensorSpec, canonical_grid
 from ckpt.native.copies import copy_boxes
-from ckpt.state.values import canonical_json, parse_json
+from ckpt.state.dtypes import opaque
+from ckpt.state.values import Json, canonical_json, parse_json
 
 BAND = 64 << 20  # bytes of a band, at most
 _USUAL = 40 << 20  # of one where whole stored objects fit; the C library gives as much back at once when it is freed
-PART = ".part"  # ends the name of a file that is not whole
 
 Bands = list[tuple[TensorSpec, Box]]
 
@@ -48,42 +52,81 @@ def write_ranks(
     with_sidecar: bool = True,
     band: int = BAND,
     advance: Advance = lambda n: None,
+    faults: FaultPoint = no_faults,
 ) -> str:
-    """Collective. Writes `files` into a folder that is new or empty, which all processes see, and gives the state id.
-    Processes share the bands by bytes. Files get their names once all are whole and on the device.
+    """Collective. Writes `files` into a folder that is new or empty, which all processes see, or goes on where a call
+    for the same was killed; gives the state id. Processes share the bands by bytes. Files get their places once all are
+    whole and on the device.
 
-    sources: the same state, opened once for each thread that is to work here; `advance` is called from all. Raises
-    StoreError where the folder cannot be written or is not empty, and what a source raises; nothing is there then.
+    sources: the same state, opened once for each thread that is to work here; `advance` and `faults` are called from
+    all. Raises StoreError where the folder cannot be written or is not empty, CkptError where another conversion is
+    unfinished there, and what a source raises. After a StoreError, a RankFailed or an interrupt what is done stays;
+    after any other error nothing is there.
     """
     content = sources[0].content
-    work = list(cut(content.tensors, band))
-    mine = share([sum(box.volume * spec.itemsize for spec, box in bands) for bands in work], group.world)[group.rank]
-    witnesses = [Witness(source) for source in sources]
-    with contextlib.ExitStack() as stack:
-        with group.phase("ranks: begin"):
-            if group.rank == 0:
-                stack.enter_context(new_folder(folder))
-                for file in files:
-                    _begin(folder, file)
-        with group.phase("ranks: write"), _Opened(folder, files) as opened:
-            in_threads([(w, opened) for w in witnesses], [work[n] for n in mine], lambda w, b: _write(*w, b, advance))
+    runs = list(cut(content.tensors, band))
+    sizes = [sum(box.volume * spec.itemsize for spec, box in run) for run in runs]
+    same = {file_name(rank): file_name(file.ranks[0]) for file in files for rank in file.ranks[1:]}
+    work = _work_folder(sources[0], folder, files, [*same, *([NAME] if with_sidecar else [])], band)
+    with discarding(work, group):
+        there = _begin(work, files, len(runs), sources[0].url, group)
+        with group.phase("ranks: check"), _Opened(work, files) as opened:
+            mine = _mine(sizes, there, group)
+            kept: dict[int, Json] = {}
+            in_threads([kept] * len(sources), mine, lambda found, n: _keep(found, n, runs[n], work, opened))
+        done = everyones(kept, group)
+        if group.rank == 0:
+            advance(sum(sizes[n] for n in done))
+        left = [n for n in range(len(runs)) if n not in done]
+        written: dict[int, Json] = {}
+
+        def write(source: Source, number: int) -> None:
+            witness = Witness(source)
+            _write(witness, opened, runs[number], advance)
+            written[number] = record = {"seen": seen_document(witness.seen)}
+            work.record(number, record, synced=False)
+            faults("files.piece")
+
+        with group.phase("ranks: write"), _Opened(work, files) as opened:
+            in_threads(sources, _mine(sizes, left, group), write)
             opened.sync()
-        told = canonical_json([[n, b.offset, b.extent, to_hex(d)] for w in witnesses for n, b, d in w.seen])
-        everyone = group.all_gather(told, "ranks: digests")
+        done |= everyones(written, group)
         state_id: bytes | None = None
         with group.phase("ranks: finish"):
             if group.rank == 0:
                 whole = Witness(sources[0])
-                for rank, data in enumerate(everyone):
-                    seen = parse_json(data, f"digests of process {rank}")
-                    whole.add((n, Box(tuple(o), tuple(e)), from_hex(d)) for n, o, e, d in seen)
+                for record in done.values():
+                    whole.add(parse_seen(record["seen"]))
                 state_id = whole.state_id().encode()
-                if with_sidecar:
-                    (folder / NAME).write_bytes(sidecar(content, state_id.decode()))
-                for file in files:
-                    _finish(folder, file)
-                sync(folder)
+                further = [(NAME, sidecar(content, state_id.decode()))] if with_sidecar else []
+                work.finish({file_name(f.ranks[0]): f.nbytes for f in files}, further, faults, same)
     return group.broadcast(state_id, "ranks: state id").decode()
+
+
+def _work_folder(
+    source: Source, folder: Path, files: Sequence[RankFile], further: Sequence[str], band: int
+) -> WorkFolder:
+    told = [[list(file.ranks), hashlib.sha256(file.header).hexdigest()] for file in files]
+    identity = output_id(source, ["ranks", told, list(further), band])
+    return WorkFolder(folder, identity, [file_name(file.ranks[0]) for file in files], further, file_name(0))
+
+
+def _begin(work: WorkFolder, files: Sequence[RankFile], runs: int, url: str, group: Group) -> list[int]:
+    """Collective: the runs that have a record."""
+    found: bytes | None = None
+    with group.phase("ranks: begin"):
+        if group.rank == 0:
+            again = work.begin({"source": url, "format": "ranks"})
+            for file in files:
+                work.lay_out(file_name(file.ranks[0]), file.header, file.nbytes)
+            found = canonical_json(work.recorded(runs) if again else [])
+    numbers: list[int] = parse_json(group.broadcast(found, "ranks: begin"), "ranks: begin")
+    return numbers
+
+
+def _mine(sizes: Sequence[int], numbers: Sequence[int], group: Group) -> list[int]:
+    """Of these runs, those that this process takes."""
+    return [numbers[n] for n in share([sizes[n] for n in numbers], group.world)[group.rank]]
 
 
 def cut(tensors: Sequence[TensorSpec], band: int) -> Iterator[Bands]:
@@ -116,11 +159,12 @@ def _bands(spec: TensorSpec, limit: int) -> Iterator[Box]:
 
 
 class _Opened:
-    """The files under way, for writing anywhere; `entries`: by tensor, the places that its parts have. Usable from
-    several threads. Where there are many files each is opened for a write alone: a process may have about 1000 open."""
+    """The files under way, for reading and writing anywhere; `entries`: by tensor, the places that its parts have.
+    Usable from several threads. Where there are many files each is opened for a call alone: a process may have about
+    1000 open."""
 
-    def __init__(self, folder: Path, files: Sequence[RankFile]) -> None:
-        self._folder, self._files = folder, files
+    def __init__(self, work: WorkFolder, files: Sequence[RankFile]) -> None:
+        self._work, self._names = work, [file_name(file.ranks[0]) for file in files]
         self.entries: dict[str, list[tuple[int, Entry]]] = defaultdict(list)
         for number, file in enumerate(files):
             for entry in file.entries:
@@ -128,20 +172,35 @@ class _Opened:
         self._open: list[int] = []
 
     def __enter__(self) -> _Opened:
-        if len(self._files) <= OPEN:
-            for number in range(len(self._files)):
-                with self._writing(number):
-                    self._open.append(self._descriptor(number))
+        if len(self._names) <= OPEN:
+            try:
+                for name in self._names:
+                    self._open.append(self._work.open(name))
+            except BaseException:
+                self.__exit__()
+                raise
         return self
 
     def __exit__(self, *_: object) -> None:
         for opened in self._open:
             os.close(opened)
 
+    def read(self, number: int, nbytes: int, at: int) -> torch.Tensor:
+        """As uint8; zeros behind the end. Raises StoreError."""
+        found = torch.zeros(nbytes, dtype=torch.uint8)
+        into = found.numpy().data
+        with self._using(number) as opened:
+            while into:
+                done = os.preadv(opened, [into], at)
+                if not done:
+                    break
+                into, at = into[done:], at + done
+        return found
+
     def write(self, number: int, data: memoryview, at: int) -> None:
         """Raises StoreError."""
         start, nbytes = at, len(data)
-        with self._writing(number), self._opened(number) as opened:
+        with self._using(number) as opened:
             while data:
                 done = os.pwrite(opened, data, at)
                 data, at = data[done:], at + done
@@ -150,31 +209,52 @@ class _Opened:
 
     def sync(self) -> None:
         """Raises StoreError."""
-        for number in range(len(self._files)):
-            with self._writing(number), self._opened(number) as opened:
+        for number in range(len(self._names)):
+            with self._using(number) as opened:
                 os.fsync(opened)
 
-    def _descriptor(self, number: int) -> int:
-        return os.open(_path(self._folder, self._files[number]), os.O_WRONLY | os.O_CLOEXEC)
-
     @contextlib.contextmanager
-    def _opened(self, number: int) -> Iterator[int]:
-        if self._open:
-            yield self._open[number]
-            return
-        opened = self._descriptor(number)
+    def _using(self, number: int) -> Iterator[int]:
+        opened = self._open[number] if self._open else self._work.open(self._names[number])
         try:
             yield opened
-        finally:
-            os.close(opened)
-
-    @contextlib.contextmanager
-    def _writing(self, number: int) -> Iterator[None]:
-        try:
-            yield
         except OSError as error:
-            path = self._folder / file_name(self._files[number].ranks[0])
-            raise StoreError(f"{path}: cannot be written: {error.strerror}") from error
+            path = self._work.target / self._names[number]
+            raise StoreError(f"{path}: cannot be written: {error.strerror}{STAYS}") from error
+        finally:
+            if not self._open:
+                os.close(opened)
+
+
+def _keep(kept: dict[int, Json], number: int, run: Bands, work: WorkFolder, opened: _Opened) -> None:
+    """Notes in `kept` that a run need not be written again, if all files have its bits."""
+    record = work.known(number)
+    if record is None:
+        return
+    told = {(name, box): digest for name, box, digest in parse_seen(record["seen"])}
+    if all(_is_there(spec, band, told.get((spec.name, band)), opened) for spec, band in run):
+        kept[number] = record
+
+
+def _is_there(spec: TensorSpec, band: Box, digest: Digest | None, opened: _Opened) -> bool:
+    """Whether the files, which together have all of a band, have bits of this digest, and equal ones where several have
+    the same."""
+    found = torch.empty(band.extent, dtype=opaque(spec.itemsize))
+    places = [
+        (number, entry.start + stretch.start * spec.itemsize, stretch)
+        for number, entry in opened.entries[spec.name]
+        for stretch in entry.part.within(band)
+    ]
+    for number, at, stretch in places:
+        part = opened.read(number, math.prod(stretch.shape) * spec.itemsize, at).view(found.dtype).view(stretch.shape)
+        copy_boxes([(found[box.slices], part[inner.slices]) for box, inner in stretch.pairs])
+    if box_digests([(found, band, spec.shape)])[0] != digest:
+        return False
+    for number, at, stretch in places:
+        part = _flat(_gathered(found, stretch.shape, stretch.pairs))
+        if not torch.equal(opened.read(number, len(part), at), part):
+            return False
+    return True
 
 
 def _write(witness: Witness, opened: _Opened, bands: Bands, advance: Advance) -> None:
@@ -183,7 +263,7 @@ def _write(witness: Witness, opened: _Opened, bands: Bands, advance: Advance) ->
         for number, entry in opened.entries[spec.name]:
             for stretch in entry.part.within(band):
                 at = entry.start + stretch.start * spec.itemsize
-                opened.write(number, _bytes(_gathered(found, stretch.shape, stretch.pairs)), at)
+                opened.write(number, _flat(_gathered(found, stretch.shape, stretch.pairs)).numpy().data, at)
         advance(band.volume * spec.itemsize)
 
 
@@ -198,29 +278,5 @@ def _gathered(found: torch.Tensor, shape: tuple[int, ...], pairs: Sequence[tuple
     return into
 
 
-def _bytes(tensor: torch.Tensor) -> memoryview:
-    return tensor.reshape(-1).view(torch.uint8).numpy().data
-
-
-def _path(folder: Path, file: RankFile) -> Path:
-    return folder / f"{file_name(file.ranks[0])}{PART}"
-
-
-def _begin(folder: Path, file: RankFile) -> None:
-    with _path(folder, file).open("xb") as opened:
-        opened.write(file.header)
-        opened.truncate(file.nbytes)
-
-
-def _finish(folder: Path, file: RankFile) -> None:
-    """Gives a file its name, and the other ranks that hold the same theirs."""
-    path = _path(folder, file)
-    if path.stat().st_size != file.nbytes:
-        raise CorruptCheckpoint(f"{path}: changed while it was written; nothing else may write there")
-    for rank in file.ranks[1:]:
-        try:
-            os.link(path, folder / file_name(rank))
-        except OSError:  # where the file system has no hard links
-            shutil.copyfile(path, folder / file_name(rank))
-            sync(folder / file_name(rank))
-    path.rename(folder / file_name(file.ranks[0]))
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).view(torch.uint8)

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
+from typing import TypeAlias
 
 import torch
 
 from ckpt.adapters.foreign.slabs import slabs
 from ckpt.engine.stream import Source
 from ckpt.errors import CorruptCheckpoint
-from ckpt.fingerprint import Digest, box_digests
+from ckpt.fingerprint import Digest, box_digests, from_hex, to_hex
 from ckpt.geometry import Box, Catalogue
+from ckpt.state.values import Json
 from ckpt.store.commit import held_digests
 from ckpt.store.records import Manifest
+
+Seen: TypeAlias = tuple[str, Box, Digest]  # of a tensor, by its name
 
 
 class Witness:
@@ -32,11 +36,11 @@ class Witness:
         return found
 
     @property
-    def seen(self) -> list[tuple[str, Box, Digest]]:
+    def seen(self) -> list[Seen]:
         """What was read, for another that reads the rest of the same state."""
         return [(name, box, digest) for name, boxes in self._seen.items() for box, digest in boxes.items()]
 
-    def add(self, seen: Iterable[tuple[str, Box, Digest]]) -> None:
+    def add(self, seen: Iterable[Seen]) -> None:
         """What another has read. Raises CorruptCheckpoint where it is not what was read here."""
         for name, box, digest in seen:
             if self._seen[name].setdefault(box, digest) != digest:
@@ -55,6 +59,16 @@ class Witness:
                 "is damaged, or has changed since it was written"
             )
         return found
+
+
+def seen_document(seen: Iterable[Seen]) -> Json:
+    """What a Witness has seen, as JSON."""
+    return [[name, list(box.offset), list(box.extent), to_hex(digest)] for name, box, digest in seen]
+
+
+def parse_seen(document: Json) -> list[Seen]:
+    """The inverse of `seen_document`, of a document of ours."""
+    return [(n, Box(tuple(offset), tuple(extent)), from_hex(d)) for n, offset, extent, d in document]
 
 
 def state_id_of(source: Source, slab: int = 16 << 20) -> str:

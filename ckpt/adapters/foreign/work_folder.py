@@ -2,7 +2,7 @@
 
     plan.json             which conversion it is; there from the first piece on, and gone before anything else goes
     files/<name>.part     the files under way
-    pieces/<number>.json  a piece of a file that is on the device: its bytes, their digest, and what was read for it
+    pieces/<number>.json  a piece of the work that is done, and what tells whether its bytes are there
 
 A file leaves the folder when all of them are whole, and last of all the one that makes the target a checkpoint to its
 readers. So whatever is killed when, they find a whole checkpoint or none.
@@ -18,7 +18,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ckpt.adapters.foreign.folders import check_empty
 from ckpt.engine.faults import FaultPoint
 from ckpt.errors import CkptError, CorruptCheckpoint, StoreError
 from ckpt.state.values import Json, canonical_json, parse_json
@@ -53,8 +52,10 @@ class WorkFolder:
                 return True
             if self.path.exists():  # killed as it began, or as it ended
                 shutil.rmtree(self.path)
-            if not made:
-                check_empty(self.target)
+            if not made and any(self.target.iterdir()):
+                raise StoreError(
+                    f"{self.target}: not empty; choose another place, or empty it, if nothing there is wanted"
+                )
             for folder in ("files", "pieces"):
                 (self.path / folder).mkdir(parents=True)
             _create(plan, canonical_json({**about, "identity": self._identity, "made": made}))
@@ -82,17 +83,26 @@ class WorkFolder:
                 sync(self.target)
 
     def open(self, file: str) -> int:
-        """A descriptor with which to write anywhere in a file; who calls closes it. Raises StoreError."""
+        """A descriptor with which to read and write anywhere in a file; who calls closes it. Raises StoreError."""
         with self._writing():
-            return os.open(self._part(file), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            return os.open(self._part(file), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
 
-    def record(self, number: int, document: Mapping[str, Any]) -> None:
-        """Notes, once it is on the device, that a piece is. document: `start`, `bytes` and `sha256` of it, and whatever
-        else it takes to go on without doing it again. Raises StoreError."""
+    def lay_out(self, file: str, head: bytes, nbytes: int) -> None:
+        """By one process: a file of its full size, with its first bytes; whatever else it has is kept. Raises
+        StoreError."""
+        opened = self.open(file)
+        with self._writing(), os.fdopen(opened, "r+b") as writing:
+            writing.write(head)
+            writing.truncate(nbytes)
+
+    def record(self, number: int, document: Mapping[str, Any], *, synced: bool = True) -> None:
+        """Notes that a piece is done. document: whatever it takes to go on without doing it again. synced: that its
+        bytes are on the device, so the record has to be too. Raises StoreError."""
         with self._writing():
-            sync(self.path / "files")
+            if synced:
+                sync(self.path / "files")
             data = canonical_json({**document, "identity": self._identity})
-            _create(self._record(number), canonical_json([hashlib.sha256(data).hexdigest(), data.decode()]))
+            _create(self._record(number), canonical_json([hashlib.sha256(data).hexdigest(), data.decode()]), synced)
 
     def recorded(self, pieces: int) -> list[int]:
         """The pieces that have a record, which says nothing of their bytes."""
@@ -101,8 +111,17 @@ class WorkFolder:
         return [number for number in range(pieces) if self._record(number).name in there]
 
     def kept(self, number: int, file: str) -> dict[str, Any] | None:
-        """The record of a piece, if it is one of this conversion, and the bytes are those that it tells of. They are
-        read. Raises StoreError."""
+        """The record of a piece of one file, if the bytes are those that its `start`, `bytes` and `sha256` tell of.
+        They are read. Raises StoreError."""
+        document = self.known(number)
+        if document is None:
+            return None
+        with self._writing():
+            found = _digest(self._part(file), document["start"], document["bytes"])
+        return document if found == document["sha256"] else None
+
+    def known(self, number: int) -> dict[str, Any] | None:
+        """The record of a piece, if it is one of this conversion; it says nothing of the bytes."""
         path = self._record(number)
         try:
             told, data = parse_json(path.read_bytes(), str(path))
@@ -111,16 +130,23 @@ class WorkFolder:
                 return None
         except (OSError, CorruptCheckpoint, AttributeError, KeyError, TypeError, ValueError):
             return None  # then the piece is made once more, which is always right
-        with self._writing():
-            found = _digest(self._part(file), document["start"], document["bytes"])
-        return document if found == document["sha256"] else None
+        return document
 
-    def finish(self, sizes: Mapping[str, int], further: Iterable[tuple[str, bytes]], faults: FaultPoint) -> None:
+    def finish(
+        self,
+        sizes: Mapping[str, int],
+        further: Iterable[tuple[str, bytes]],
+        faults: FaultPoint,
+        same: Mapping[str, str] = {},
+    ) -> None:
         """By one process, when all pieces are done. Gives all files their places, and removes the folder. sizes: of the
-        files made of pieces. Raises CorruptCheckpoint where one is too short, StoreError."""
+        files made of pieces; same: further names, and which of those they stand for. Raises CorruptCheckpoint where one
+        is too short, StoreError."""
         with self._writing():
             for name, size in sizes.items():
                 _cut(self._part(name), size)
+            for name, first in same.items():
+                _link(self._part(first), self._part(name))
             for name, data in further:
                 _create(self._part(name), data)
             for name in [n for n in (*self._further, *self._files) if n != self._last]:
@@ -184,15 +210,27 @@ def _known(plan: Path) -> Mapping[str, Json]:
     return found if isinstance(found, dict) else {}
 
 
-def _create(path: Path, data: bytes) -> None:
-    """Makes or replaces a small file: whole, and on the device, or as it was."""
+def _create(path: Path, data: bytes, synced: bool = True) -> None:
+    """Makes or replaces a small file: whole, and if `synced` on the device, or as it was."""
     part = path.with_name(f"{path.name}.{os.getpid()}")
     with part.open("wb") as file:
         file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+        if synced:
+            file.flush()
+            os.fsync(file.fileno())
     part.replace(path)
-    sync(path.parent)
+    if synced:
+        sync(path.parent)
+
+
+def _link(first: Path, path: Path) -> None:
+    """Another name for a file, or a copy where the file system has no hard links."""
+    path.unlink(missing_ok=True)
+    try:
+        os.link(first, path)
+    except OSError:
+        shutil.copyfile(first, path)
+        sync(path)
 
 
 def _digest(path: Path, start: int, nbytes: int) -> str | None:

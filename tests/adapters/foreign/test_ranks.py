@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from ckpt.adapters.foreign import mapped, ranks_write
 from ckpt.adapters.foreign.formats import detect
 from ckpt.adapters.foreign.into import open_session, save_from
 from ckpt.adapters.foreign.rank_files import ABOUT, plan_files
-from ckpt.adapters.foreign.rank_rules import Given, Placer
+from ckpt.adapters.foreign.rank_rules import Placer
 from ckpt.adapters.foreign.ranks_read import RanksCheckpoint
 from ckpt.adapters.foreign.ranks_write import write_ranks
 from ckpt.adapters.foreign.safetensors_read import DTYPES
@@ -29,25 +28,19 @@ from ckpt.adapters.foreign.sidecar import NAME
 from ckpt.adapters.foreign.witness import state_id_of
 from ckpt.errors import CkptError, CorruptCheckpoint, StoreError, Unsupported
 from tests.adapters.foreign.drawn import SHAPES
+from tests.adapters.foreign.in_ranks import LAYOUT, layered, write
 from tests.support.at_rest import committed
 from tests.support.ranks import run_ranks
 from tests.support.raw import random_bits, raw, tree
 
-LAYOUT = Layout(tp=2, pp=2, dp=2)
-
-
-def write(
-    root: Path, folder: Path, layout: Layout, shard: Sequence[str] = (), *, jobs: int = 1, band: int = 1 << 20
-) -> str:
-    """The state id of what was written."""
-    sources = [committed(root) for _ in range(jobs)]
-    content = sources[0].content
-    files = plan_files(content, Placer(content, layout, [Given.parse(text) for text in shard]))
-    return write_ranks(sources, folder, files, open_session(str(root)).comm, band=band)
-
 
 def imported(folder: Path, root: Path) -> str:
     return str(save_from(open_session(str(root)), RanksCheckpoint(folder), 1).record.document["state_id"])
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return layered(tmp_path_factory.mktemp("ranks") / "src")
 
 
 LAYOUTS = st.builds(Layout, tp=st.integers(1, 3), dp=st.integers(1, 2), pp=st.integers(1, 2))
@@ -100,22 +93,6 @@ def _check_parts(folder: Path, layout: Layout, whole: dict[str, torch.Tensor]) -
                 elements += int(torch.tensor(extent).prod()) if extent else 1
             assert elements == local[key].numel()
     assert all(bool(mask.all()) for mask in seen.values())
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A step with layers of Megatron's names, of several bands."""
-    tmp = tmp_path_factory.mktemp("root")
-    model = {
-        "decoder.layers.self_attention.linear_qkv.weight": random_bits((4, 96, 640), torch.float32, 1),
-        "decoder.layers.mlp.linear_fc1.weight": random_bits((4, 512, 640), torch.bfloat16, 2),
-        "decoder.layers.mlp.linear_fc2.weight": random_bits((4, 640, 256), torch.bfloat16, 3),
-        "embedding.word_embeddings.weight": random_bits((1000, 640), torch.float32, 4),
-        "decoder.final_layernorm.weight": random_bits((640,), torch.float32, 5),
-    }
-    with ckpt.Checkpointer(tmp / "src") as ck:
-        ck.save(1, {"model": model, "step": 1})
-    return tmp / "src"
 
 
 def test_ranks_that_hold_the_same_share_a_file(root: Path, tmp_path: Path) -> None:
@@ -172,7 +149,14 @@ def test_processes_share_the_work_and_fail_together(root: Path, tmp_path: Path) 
     assert tree(tmp_path / "1") == tree(tmp_path / "2")
     total = committed(root).content.nbytes
     assert sum(map(sum, read)) == total and abs(sum(read[0]) - sum(read[1])) <= 1 << 18
-    assert not (tmp_path / "2-failed").exists()
+    # What could be read was written, and stays: one process goes on with it.
+    kept: list[int] = []
+    source = committed(root)
+    files = plan_files(source.content, Placer(source.content, LAYOUT))
+    group = open_session(str(root)).comm
+    write_ranks([source], tmp_path / "2-failed", files, group, band=1 << 18, advance=kept.append)
+    assert kept[0] == sum(read[0]) and sum(kept) == total
+    assert tree(tmp_path / "1") == tree(tmp_path / "2-failed")
 
 
 def test_more_files_than_a_process_may_open(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
