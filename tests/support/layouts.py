@@ -21,6 +21,7 @@ import torch
 
 import ckpt
 from ckpt import Layout
+from tests.support.extent import covering
 from tests.support.gpt_oracle import GptSize, Place
 from tests.support.megatron_cpu import megatron_on_cpu
 from tests.support.ranks import Crew
@@ -42,30 +43,34 @@ class Family:
 SMALL = tuple(Layout(tp=tp, pp=pp, dp=dp) for tp in (1, 2, 4) for pp in (1, 2, 4) for dp in (1, 2) if tp * pp * dp <= 8)
 """Every layout of TP {1,2,4} x PP {1,2,4} x DP {1,2} that 8 ranks can hold."""
 
+SOME = (Layout(), Layout(tp=2, pp=2), Layout(pp=2, dp=2), Layout(tp=4), Layout(tp=4, pp=2), Layout(tp=2, pp=2, dp=2))
+"""Each axis with each other, and alone."""
+
 FAMILIES = {
-    "dense": Family(GptSize(), SMALL),
+    "dense": Family(GptSize(), covering(SOME, more=[layout for layout in SMALL if layout not in SOME])),
     "experts": Family(
         GptSize(experts=4),
-        (
-            Layout(),
-            Layout(tp=2, pp=2),
-            Layout(dp=2, ep=2, pp=2),
-            Layout(tp=2, dp=2, ep=2),
-            Layout(tp=4, ep=2, etp=2),
-            Layout(tp=2, pp=2, dp=2, ep=2, etp=1),
+        covering(
+            (
+                Layout(),
+                Layout(dp=2, ep=2, pp=2),
+                Layout(tp=4, ep=2, etp=2),
+                Layout(tp=2, pp=2, dp=2, ep=2, etp=1),
+            ),
+            more=(Layout(tp=2, pp=2), Layout(tp=2, dp=2, ep=2)),
         ),
     ),
     "grouped": Family(  # fewer key and value groups than heads, and no gate
         GptSize(heads=8, kv_groups=4, ffn=96, vocab=64, gated=False),
-        (Layout(), Layout(tp=2, pp=2), Layout(tp=4), Layout(tp=4, pp=2)),
+        covering((Layout(), Layout(tp=4), Layout(tp=4, pp=2)), more=(Layout(tp=2, pp=2),)),
     ),
     "tied": Family(  # with pipeline stages, first and last hold a copy of the embedding each
         GptSize(tied=True),
-        (Layout(), Layout(pp=2), Layout(tp=2, pp=2), Layout(pp=4), Layout(tp=4)),
+        covering((Layout(), Layout(tp=2, pp=2), Layout(pp=4)), more=(Layout(pp=2), Layout(tp=4))),
     ),
     "bfloat16": Family(
         GptSize(dtype=torch.bfloat16, kv_groups=2),
-        (Layout(), Layout(tp=2, pp=2), Layout(pp=2, dp=2), Layout(tp=2, pp=2, dp=2)),
+        covering((Layout(), Layout(tp=2, pp=2), Layout(pp=2, dp=2)), more=(Layout(tp=2, pp=2, dp=2),)),
     ),
     "large": Family(  # tensors of several stored objects each, cut elsewhere than TP cuts them
         GptSize(layers=6, hidden=192, heads=6, kv_groups=2, vocab=12_012),
