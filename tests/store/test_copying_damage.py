@@ -15,14 +15,8 @@ from ckpt.errors import CorruptCheckpoint
 from ckpt.store.copying import POINTS, Side, claim_for_copies, copy_commit
 from ckpt.store.objects import ObjectStore
 from tests.store.copies import PINNED, commits, copy, loads, side, steps
-from tests.support.raw import attempt_folder, forge_commit, forge_pinned, objects_of
+from tests.support.raw import attempt_folder, flip_bit, forge_commit, forge_pinned, objects_of
 from tests.support.roots import Root
-
-
-def flip(file: Path, at: int) -> None:
-    data = bytearray(file.read_bytes())
-    data[at] ^= 1
-    file.write_bytes(bytes(data))
 
 
 def swap(root: Path) -> None:
@@ -33,21 +27,21 @@ def swap(root: Path) -> None:
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "chunk": (lambda r: flip(objects_of(r, "tensors/big")[1], 5000), "digest mismatch in chunk"),
-    "index": (lambda r: flip(objects_of(r, "tensors/big")[0], -30), "digest mismatch in the index"),
+    "chunk": (lambda r: flip_bit(objects_of(r, "tensors/big")[1], 5000), "digest mismatch in chunk"),
+    "index": (lambda r: flip_bit(objects_of(r, "tensors/big")[0], -30), "digest mismatch in the index"),
     "short": (lambda r: os.truncate(objects_of(r, "tensors/big")[0], 100), "100 bytes instead of"),
-    "packed": (lambda r: flip(objects_of(r, "packed/bfloat16")[0], 3), "digest mismatch in chunk"),
+    "packed": (lambda r: flip_bit(objects_of(r, "packed/bfloat16")[0], 3), "digest mismatch in chunk"),
     "missing": (lambda r: objects_of(r, "tensors/big")[0].unlink(), "missing, though"),
     "swapped": (swap, "big: its stored objects are whole, but not those of its fingerprint"),
     "manifest": (
-        lambda r: flip(attempt_folder(r) / "manifest.json", 60),
+        lambda r: flip_bit(attempt_folder(r) / "manifest.json", 60),
         "not the bytes that the commit of step 3 pins",
     ),
     "ranks": (
-        lambda r: flip(attempt_folder(r) / "ranks/manifest.json", 20),
+        lambda r: flip_bit(attempt_folder(r) / "ranks/manifest.json", 20),
         "not the bytes that the commit of step 3 pins",
     ),
-    "run": (lambda r: flip(attempt_folder(r) / "run.json", 20), "not the bytes that the commit of step 3 pins"),
+    "run": (lambda r: flip_bit(attempt_folder(r) / "run.json", 20), "not the bytes that the commit of step 3 pins"),
     "no run": (lambda r: (attempt_folder(r) / "run.json").unlink(), "missing, though step 3 is committed"),
     "state id": (lambda r: forge_commit(r, lambda d: d.update(state_id="0" * 64)), "state id is not the committed"),
     "values": (
@@ -110,7 +104,7 @@ class Fault(Exception):
 def test_what_was_left_half_wrong_is_not_taken_for_right(made: Root, there: Root) -> None:
     with pytest.raises(Fault):
         copy(made, 3, there, fault=lambda point: raise_at(point, "copy.objects"))
-    flip(next(Path(there.url).rglob("big/c/0/0")), 77)
+    flip_bit(next(Path(there.url).rglob("big/c/0/0")), 77)
     os.truncate(next(Path(there.url).rglob("big/c/1/0")), 50)
     done = copy(made, 3, there)
     assert done.fresh and done.written == 2 + len(list(Path(there.url).rglob("zarr.json")))

@@ -43,8 +43,10 @@ class Family:
 SMALL = tuple(Layout(tp=tp, pp=pp, dp=dp) for tp in (1, 2, 4) for pp in (1, 2, 4) for dp in (1, 2) if tp * pp * dp <= 8)
 """Every layout of TP {1,2,4} x PP {1,2,4} x DP {1,2} that 8 ranks can hold."""
 
-SOME = (Layout(), Layout(tp=2, pp=2), Layout(pp=2, dp=2), Layout(tp=4), Layout(tp=4, pp=2), Layout(tp=2, pp=2, dp=2))
-"""Each axis with each other, and alone."""
+ALONE = (Layout(), Layout(dp=2), Layout(pp=4), Layout(tp=4))
+MIXED = (Layout(tp=2, pp=2), Layout(pp=2, dp=2), Layout(tp=2, dp=2), Layout(tp=4, pp=2), Layout(tp=2, pp=2, dp=2))
+SOME = (*ALONE, *MIXED)
+"""Each axis alone, each two together, and all three."""
 
 FAMILIES = {
     "dense": Family(GptSize(), covering(SOME, more=[layout for layout in SMALL if layout not in SOME])),

@@ -40,6 +40,13 @@ def tree(folder: Path) -> dict[str, bytes]:
     return {str(f.relative_to(folder)): f.read_bytes() for f in sorted(folder.rglob("*")) if f.is_file()}
 
 
+def flip_bit(file: Path, at: int) -> None:
+    """Flips a bit of the byte at an offset, which counts from the end if negative; the same again undoes it."""
+    data = bytearray(file.read_bytes())
+    data[at] ^= 1
+    file.write_bytes(data)
+
+
 def log_records(root: Path) -> dict[int, dict[str, Any]]:
     """The records of a root's log, by number."""
     return {int(f.stem): json.loads(f.read_bytes()) for f in sorted((root / "log").glob("*.json"))}

@@ -13,28 +13,25 @@ checks its bytes and skips it. Points at which a test may act:
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from ckpt.adapters.foreign.into import conversion_id
+from ckpt.adapters.foreign.shared_work import begin, conversion_of, discarding, everyones, shared
 from ckpt.adapters.foreign.witness import Witness, parse_seen, seen_document
 from ckpt.adapters.foreign.work_folder import STAYS, WorkFolder
 from ckpt.engine.comm import Comm
 from ckpt.engine.faults import FaultPoint, no_faults
 from ckpt.engine.group import Group
-from ckpt.engine.sharing import share
 from ckpt.engine.stream import Advance, Source
-from ckpt.errors import CkptError, RankFailed, StoreError
-from ckpt.state.values import Json, canonical_json, parse_json
+from ckpt.errors import StoreError
+from ckpt.state.values import Json
 
 PIECE = 64 << 20  # bytes of the state in one, at most, or one slab
 _DAY = 86400.0  # seconds that one process waits for another, which may have far more to do
-_VERSION = 1  # of the work folder and of how outputs are cut
 
 
 @dataclass(frozen=True)
@@ -129,27 +126,23 @@ def write_pieces(
 
     group: who takes part; all processes of torch.distributed if None. Raises StoreError where the folder cannot be
     written or is not empty, CkptError where another conversion is unfinished there, and what the source raises. After
-    a StoreError, a RankFailed or an interrupt what is done stays; after any other error nothing is there.
+    a StoreError, a RankFailed or an interrupt what is done stays; after any other CkptError nothing is there.
     """
     group = group or Comm(timeout=_DAY)
     plan = output.plan
     work = WorkFolder(folder, _identity(plan, source), plan.files, plan.further, plan.last)
+    reads = [piece.reads for piece in plan.pieces]
     with discarding(work, group):
-        found: bytes | None = None
-        with group.phase("files: begin"):
-            if group.rank == 0:
-                again = work.begin({"source": source.url, "format": plan.form})
-                found = canonical_json(work.recorded(len(plan.pieces)) if again else [])
-        there = parse_json(group.broadcast(found, "files: begin"), "files: begin")
+        there = begin(work, {"source": source.url, "format": plan.form}, len(reads), group)
         with group.phase("files: check"):
-            mine = {n: work.kept(n, plan.pieces[n].file) for n in _mine(plan, there, group)}
-        done = everyones({n: record for n, record in mine.items() if record is not None}, group)
+            kept = {n: work.kept(n, plan.pieces[n].file) for n in shared(there, reads, group)}
+        done = everyones({n: record for n, record in kept.items() if record is not None}, group)
         if group.rank == 0:
             advance(sum(plan.pieces[n].counts for n in done))
-        left = [n for n in range(len(plan.pieces)) if n not in done]
-        written: dict[int, Any] = {}
+        left = [n for n in range(len(reads)) if n not in done]
+        written: dict[int, Json] = {}
         with group.phase("files: write"):
-            for number in _mine(plan, left, group):
+            for number in shared(left, reads, group):
                 written[number] = _write(output, number, source, work)
                 advance(plan.pieces[number].counts)
                 faults("files.piece")
@@ -157,42 +150,13 @@ def write_pieces(
         state_id: bytes | None = None
         with group.phase("files: finish"):
             if group.rank == 0:
-                state_id = _finish(output, source, work, [done[n] for n in range(len(plan.pieces))], faults).encode()
+                state_id = _finish(output, source, work, [done[n] for n in range(len(reads))], faults).encode()
     return group.broadcast(state_id, "files: state id").decode()
 
 
 def _identity(plan: Plan, source: Source) -> str:
     pieces = [[p.file, p.start, p.reads] for p in plan.pieces]
-    return output_id(source, [plan.form, plan.options, pieces, list(plan.further), plan.last])
-
-
-def output_id(source: Source, told: Json) -> str:
-    """Tells one output from others: the same for the same bits, written in the way that `told` says."""
-    step = -1 if source.content.step is None else source.content.step
-    return hashlib.sha256(canonical_json([_VERSION, conversion_id(source, step), told])).hexdigest()
-
-
-@contextlib.contextmanager
-def discarding(work: WorkFolder, group: Group) -> Iterator[None]:
-    """A state that turns out to be damaged leaves nothing; what can be mended outside leaves what is done."""
-    try:
-        yield
-    except CkptError as error:
-        if group.rank == 0 and not isinstance(error, (StoreError, RankFailed)):
-            work.discard()
-        raise
-
-
-def _mine(plan: Plan, numbers: Sequence[int], group: Group) -> list[int]:
-    """Of these pieces, those that this process takes."""
-    return [numbers[n] for n in share([plan.pieces[n].reads for n in numbers], group.world)[group.rank]]
-
-
-def everyones(records: Mapping[int, Any], group: Group) -> dict[int, Any]:
-    """Collective: the records of all processes, by piece."""
-    told = canonical_json([[number, record] for number, record in records.items()])
-    everyone = group.all_gather(told, "files: records")
-    return {n: record for rank, data in enumerate(everyone) for n, record in parse_json(data, f"records of {rank}")}
+    return conversion_of(source, [plan.form, plan.options, pieces, list(plan.further), plan.last])
 
 
 def _write(output: Output, number: int, source: Source, work: WorkFolder) -> dict[str, Any]:

@@ -15,27 +15,28 @@ import math
 import os
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from ckpt.adapters.foreign.mapped import OPEN
-from ckpt.adapters.foreign.pieces import discarding, everyones, output_id
 from ckpt.adapters.foreign.rank_files import Entry, RankFile, file_name
+from ckpt.adapters.foreign.shared_work import begin, conversion_of, discarding, everyones, shared
 from ckpt.adapters.foreign.sidecar import NAME, sidecar
 from ckpt.adapters.foreign.slabs import slabs
 from ckpt.adapters.foreign.witness import Witness, parse_seen, seen_document
 from ckpt.adapters.foreign.work_folder import STAYS, WorkFolder
 from ckpt.engine.faults import FaultPoint, no_faults
 from ckpt.engine.group import Group
-from ckpt.engine.sharing import in_threads, share
+from ckpt.engine.sharing import in_threads
 from ckpt.engine.stream import Advance, Source
 from ckpt.errors import StoreError
 from ckpt.fingerprint import Digest, box_digests
 from ckpt.geometry import Box, TensorSpec, canonical_grid
 from ckpt.native.copies import copy_boxes
 from ckpt.state.dtypes import opaque
-from ckpt.state.values import Json, canonical_json, parse_json
+from ckpt.state.values import Json
 
 BAND = 64 << 20  # bytes of a band, at most
 _USUAL = 40 << 20  # of one where whole stored objects fit; the C library gives as much back at once when it is freed
@@ -61,7 +62,7 @@ def write_ranks(
     sources: the same state, opened once for each thread that is to work here; `advance` and `faults` are called from
     all. Raises StoreError where the folder cannot be written or is not empty, CkptError where another conversion is
     unfinished there, and what a source raises. After a StoreError, a RankFailed or an interrupt what is done stays;
-    after any other error nothing is there.
+    after any other CkptError nothing is there.
     """
     content = sources[0].content
     runs = list(cut(content.tensors, band))
@@ -69,11 +70,12 @@ def write_ranks(
     same = {file_name(rank): file_name(file.ranks[0]) for file in files for rank in file.ranks[1:]}
     work = _work_folder(sources[0], folder, files, [*same, *([NAME] if with_sidecar else [])], band)
     with discarding(work, group):
-        there = _begin(work, files, len(runs), sources[0].url, group)
-        with group.phase("ranks: check"), _Opened(work, files) as opened:
-            mine = _mine(sizes, there, group)
-            kept: dict[int, Json] = {}
-            in_threads([kept] * len(sources), mine, lambda found, n: _keep(found, n, runs[n], work, opened))
+        about = {"source": sources[0].url, "format": "ranks"}
+        there = begin(work, about, len(runs), group, partial(_lay_out, work, files))
+        opened = _Opened(work, files)
+        kept: dict[int, Json] = {}
+        with group.phase("ranks: check"), opened:
+            in_threads(sources, shared(there, sizes, group), lambda _, n: _keep(kept, n, runs[n], work, opened))
         done = everyones(kept, group)
         if group.rank == 0:
             advance(sum(sizes[n] for n in done))
@@ -81,14 +83,12 @@ def write_ranks(
         written: dict[int, Json] = {}
 
         def write(source: Source, number: int) -> None:
-            witness = Witness(source)
-            _write(witness, opened, runs[number], advance)
-            written[number] = record = {"seen": seen_document(witness.seen)}
+            written[number] = record = _write(Witness(source), opened, runs[number], advance)
             work.record(number, record, synced=False)
             faults("files.piece")
 
-        with group.phase("ranks: write"), _Opened(work, files) as opened:
-            in_threads(sources, _mine(sizes, left, group), write)
+        with group.phase("ranks: write"), opened:
+            in_threads(sources, shared(left, sizes, group), write)
             opened.sync()
         done |= everyones(written, group)
         state_id: bytes | None = None
@@ -107,26 +107,13 @@ def _work_folder(
     source: Source, folder: Path, files: Sequence[RankFile], further: Sequence[str], band: int
 ) -> WorkFolder:
     told = [[list(file.ranks), hashlib.sha256(file.header).hexdigest()] for file in files]
-    identity = output_id(source, ["ranks", told, list(further), band])
+    identity = conversion_of(source, ["ranks", told, list(further), band])
     return WorkFolder(folder, identity, [file_name(file.ranks[0]) for file in files], further, file_name(0))
 
 
-def _begin(work: WorkFolder, files: Sequence[RankFile], runs: int, url: str, group: Group) -> list[int]:
-    """Collective: the runs that have a record."""
-    found: bytes | None = None
-    with group.phase("ranks: begin"):
-        if group.rank == 0:
-            again = work.begin({"source": url, "format": "ranks"})
-            for file in files:
-                work.lay_out(file_name(file.ranks[0]), file.header, file.nbytes)
-            found = canonical_json(work.recorded(runs) if again else [])
-    numbers: list[int] = parse_json(group.broadcast(found, "ranks: begin"), "ranks: begin")
-    return numbers
-
-
-def _mine(sizes: Sequence[int], numbers: Sequence[int], group: Group) -> list[int]:
-    """Of these runs, those that this process takes."""
-    return [numbers[n] for n in share([sizes[n] for n in numbers], group.world)[group.rank]]
+def _lay_out(work: WorkFolder, files: Sequence[RankFile]) -> None:
+    for file in files:
+        work.lay_out(file_name(file.ranks[0]), file.header, file.nbytes)
 
 
 def cut(tensors: Sequence[TensorSpec], band: int) -> Iterator[Bands]:
@@ -160,8 +147,8 @@ def _bands(spec: TensorSpec, limit: int) -> Iterator[Box]:
 
 class _Opened:
     """The files under way, for reading and writing anywhere; `entries`: by tensor, the places that its parts have.
-    Usable from several threads. Where there are many files each is opened for a call alone: a process may have about
-    1000 open."""
+    Usable from several threads, and entered as often as one likes. Where there are many files each is opened for a call
+    alone: a process may have about 1000 open."""
 
     def __init__(self, work: WorkFolder, files: Sequence[RankFile]) -> None:
         self._work, self._names = work, [file_name(file.ranks[0]) for file in files]
@@ -182,8 +169,8 @@ class _Opened:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for opened in self._open:
-            os.close(opened)
+        while self._open:
+            os.close(self._open.pop())
 
     def read(self, number: int, nbytes: int, at: int) -> torch.Tensor:
         """As uint8; zeros behind the end. Raises StoreError."""
@@ -220,7 +207,7 @@ class _Opened:
             yield opened
         except OSError as error:
             path = self._work.target / self._names[number]
-            raise StoreError(f"{path}: cannot be written: {error.strerror}{STAYS}") from error
+            raise StoreError(f"{path}: cannot be read or written: {error.strerror}{STAYS}") from error
         finally:
             if not self._open:
                 os.close(opened)
@@ -257,7 +244,8 @@ def _is_there(spec: TensorSpec, band: Box, digest: Digest | None, opened: _Opene
     return True
 
 
-def _write(witness: Witness, opened: _Opened, bands: Bands, advance: Advance) -> None:
+def _write(witness: Witness, opened: _Opened, bands: Bands, advance: Advance) -> dict[str, Json]:
+    """Gives the record of the run."""
     for spec, band in bands:
         found = witness.read(spec.name, band)
         for number, entry in opened.entries[spec.name]:
@@ -265,6 +253,7 @@ def _write(witness: Witness, opened: _Opened, bands: Bands, advance: Advance) ->
                 at = entry.start + stretch.start * spec.itemsize
                 opened.write(number, _flat(_gathered(found, stretch.shape, stretch.pairs)).numpy().data, at)
         advance(band.volume * spec.itemsize)
+    return {"seen": seen_document(witness.seen)}
 
 
 def _gathered(found: torch.Tensor, shape: tuple[int, ...], pairs: Sequence[tuple[Box, Box]]) -> torch.Tensor:

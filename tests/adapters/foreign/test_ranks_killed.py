@@ -9,7 +9,7 @@ from ckpt.adapters.foreign.work_folder import WORK
 from ckpt.errors import CkptError
 from tests.adapters.foreign.in_ranks import LAYOUT, layered, write
 from tests.support.at_rest import committed
-from tests.support.raw import tree
+from tests.support.raw import flip_bit, tree
 
 
 @pytest.fixture(scope="module")
@@ -42,14 +42,6 @@ def again(root: Path, folder: Path) -> int:
     return done[0]
 
 
-def flip(file: Path, at: int) -> None:
-    with file.open("r+b") as opened:
-        opened.seek(at)
-        bits = opened.read(1)[0]
-        opened.seek(at)
-        opened.write(bytes([bits ^ 1]))
-
-
 @pytest.mark.parametrize(
     ("point", "after"),
     [("files.piece", 1), ("files.piece", 5), ("files.placed", 1), ("files.placed", 6), ("files.last", 1)],
@@ -72,13 +64,13 @@ def test_what_is_damaged_is_made_again(root: Path, tmp_path: Path, where: str) -
     work = tmp_path / "r" / WORK
     parts = {file.name: file for file in (work / "files").glob("*.part")}
     if where == "element":
-        flip(parts["rank_00001.safetensors.part"], parts["rank_00001.safetensors.part"].stat().st_size // 2)
+        flip_bit(parts["rank_00001.safetensors.part"], parts["rank_00001.safetensors.part"].stat().st_size // 2)
     elif where == "copy":  # of an element that the file of another stage has too
-        flip(parts["rank_00004.safetensors.part"], parts["rank_00004.safetensors.part"].stat().st_size - 5)
+        flip_bit(parts["rank_00004.safetensors.part"], -5)
     elif where == "record":
-        flip(work / "pieces" / "000003.json", 40)
+        flip_bit(work / "pieces" / "000003.json", 40)
     elif where == "header":
-        flip(parts["rank_00000.safetensors.part"], 20)
+        flip_bit(parts["rank_00000.safetensors.part"], 20)
     else:
         parts["rank_00005.safetensors.part"].unlink()
     done, total = again(root, tmp_path / "r"), committed(root).content.nbytes
@@ -93,3 +85,17 @@ def test_bands_of_another_size_are_another_conversion(root: Path, tmp_path: Path
         with pytest.raises(CkptError, match="unfinished conversion"):
             write(root, tmp_path / "r", **{"layout": LAYOUT, **other})
         assert tree(tmp_path / "r") == before
+
+
+def test_ranks_share_files_by_copies_where_there_are_no_hard_links(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(root, tmp_path / "linked", LAYOUT)
+
+    def refuse(*_: object) -> None:
+        raise PermissionError("no hard links here")
+
+    monkeypatch.setattr("ckpt.adapters.foreign.work_folder.os.link", refuse)
+    write(root, tmp_path / "r", LAYOUT)
+    assert {path.stat().st_nlink for path in (tmp_path / "r").iterdir()} == {1}
+    assert tree(tmp_path / "r") == tree(tmp_path / "linked")
